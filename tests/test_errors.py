@@ -32,7 +32,7 @@ schedule=cosin
 --config-dir=.
     --config-dir .: is a second --config-dir, and only one is read
 --batch=3
-    unrecognized arguments: --batch=3; see --help
+    --batch=3: there is no such option; give settings as KEY=VALUE, without --; see --help
 optimizer.lr
     optimizer.lr: can't be read as KEY=VALUE; quote it for the shell
 batch=[1
@@ -45,7 +45,7 @@ batch=[1
 ~callbacks.progres
     ~callbacks.progres: is not in this run; did you mean ~callbacks.progress?
 ~callbacks.xyzzy
-    ~callbacks.xyzzy: is not in this run; see --cfg job
+    ~callbacks.xyzzy: is not in this run; leave this out
 --config-name=other
     --config-name other: the only name is config; leave --config-name out
 lr=1e-3
@@ -66,7 +66,7 @@ RANK=x WORLD_SIZE=2
 PMI_RANK=0 PMI_SIZE=3 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=3
     mpirun: 3 ranks need an address to meet at
 optimizer.lr=${foo}
-    optimizer.lr: Interpolation key 'foo' not found; see --cfg job
+    optimizer.lr: Interpolation key 'foo' not found; give a value, or a key that is there
 
 batchs=3
     batchs=3: no such key; did you mean batch
@@ -182,7 +182,7 @@ trainer.accelerator=cpu trainer.backend=nccl trainer.devices=2
 trainer.accelerator=cpu trainer.precision=tf32 trainer.devices=2
     trainer.precision=tf32: cpu has no TF32; use trainer.precision=auto
 optimizer.lr=-1
-    optimizer.lr=-1: must be at least 0
+    optimizer.lr=-1: must be more than 0
 'optimizer.groups=[{match: "blcks.*", lr_scale: 0.1}]'
     optimizer.groups.0.match=blcks.*: no parameter has such a name; did you mean blocks.*
 optimizer=lars 'optimizer.groups=[{match: "blocks.*", freeze: true},{match: "*", freeze: true}]'

@@ -285,7 +285,7 @@ def test_an_export_that_fails_leaves_the_summary(tmp_path):
             ["optimizer.lr=1e-3,1e-2"],
             "echelon: optimizer.lr=1e-3,1e-2: one run takes one value; 'echelon -m optimizer.lr=",
         ),
-        (["evaluate"], "echelon evaluate: error: the following arguments are required: checkpoint"),
+        (["evaluate"], "echelon evaluate: the following arguments are required: checkpoint"),
         (["trainer.max_steps=1.5"], "echelon: trainer.max_steps=1.5: must be int or null, not float"),
     ],
 )

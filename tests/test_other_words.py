@@ -8,7 +8,7 @@ from support.cli import ROOT
 from support.configs import toy_config
 
 from trainer.config.check import check
-from trainer.config.compose import choices
+from trainer.config.compose import choices, in_our_words
 from trainer.errors import ConfigError
 from trainer.other_words import OURS, VALUES, WORDS
 
@@ -83,3 +83,21 @@ def test_ours_exist_and_no_word_is_one_of_ours():
         section, name = key.split(".")
         for value in values.values():
             check(config | {section: config[section] | {name: value}})
+
+
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        (
+            "unrecognized arguments: --gpus=2",
+            "--gpus=2: there is no such option; here it is trainer.devices=N; see --help",
+        ),
+        (
+            "unrecognized arguments: --lr 3",
+            "--lr 3: there is no such option; give settings as KEY=VALUE, without --; see",
+        ),
+        ("argument --cfg: expected one argument", "argument --cfg: expected one argument; see --help"),
+    ],
+)
+def test_an_option_of_another_trainer_gets_our_key(said: str, fix: str) -> None:
+    assert in_our_words(said).startswith(fix)

@@ -1,5 +1,6 @@
 """What a user gets: the wheel, the two commands, and files that say nothing of the machine they were written on."""
 
+import ast
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import checkout
+from support.blocks import PAGES, blocks
 
 from trainer.data.remote.download import PACKAGES
 
@@ -78,6 +80,25 @@ def test_config_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     top = set(re.findall(r"^\w+(?=:)", result.stdout, re.MULTILINE))
     assert {"recipe", "callbacks", "optimizer", "schedule", "trainer", "data", "batch"} <= top
+
+
+def test_what_the_pages_import_is_in_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    """Each import of ours in a block of Python, as it stands there."""
+    found = dict[str, str]()
+    for page in PAGES:
+        for block in (block for block in blocks(page) if block.language == "python"):
+            for node in ast.walk(ast.parse(block.text)):
+                names = [node.module] if isinstance(node, ast.ImportFrom) else []
+                names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if any((name or "").partition(".")[0] in SOURCES for name in names):
+                    found.setdefault(ast.unparse(node), page)
+    assert {"docs/python.md", "docs/samples.md"} <= set(found.values()), found
+    lines = [*found, "import echelon, recipes, trainer", "print(echelon.__file__, recipes.__file__, trainer.__file__)"]
+    result = run([installed / "python", "-c", "\n".join(lines)], tmp_path)
+    assert result.returncode == 0, result.stderr
+    files = result.stdout.split()
+    assert [Path(file).parent.name for file in files] == ["echelon", "recipes", "trainer"]
+    assert all(file.startswith(str(installed.parent)) for file in files), files
 
 
 @pytest.mark.slow

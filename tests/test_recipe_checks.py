@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, NumericsError, exhausted
 from trainer.log import log
 from trainer.process.environment import Place
-from trainer.recipe_checks import CheckedLoss
+from trainer.recipe_checks import CheckedLoss, build_model
 from trainer.trainer import Trainer
 from trainer.validation import Evaluator
 
@@ -311,6 +312,13 @@ def test_counts_of_zero_are_the_metrics_own_fault():
         fit(recipe)
 
 
+def test_one_metric_that_counts_nothing_is_named_once(capsys):
+    one = torch.ones(())
+    recipe = with_method("metrics", lambda self, model, batch: {"a": (one, 1), "b": (one, 0)})
+    assert set(fit(recipe, validate_every="2 steps").validation) == {"val/a"}
+    assert capsys.readouterr().out.count("validation: val/b: the count is 0 in every batch, so there is no value") == 1
+
+
 def test_two_batches_are_tried_before_the_first_step():
     """The second one, too: it may be what is wrong."""
     made: list[str] = []
@@ -395,3 +403,27 @@ def test_a_recipes_run_without_a_limit_is_refused_and_a_callback_may_be_the_limi
                 trainer.stop("enough")
 
     assert make([Ends()]).fit()["steps"] == 3
+
+
+class Inside(Toy):
+    """Its model has a part that is compiled or spread over devices."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(self.wrap(nn.Linear(12, 2)))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "fix"),
+    [
+        (torch.compile, "call model.0.compile() instead of torch.compile(model.0)"),
+        (nn.DataParallel, "leave it out, trainer.devices=N"),
+    ],
+)
+def test_a_wrapped_part_is_refused_by_its_name(wrap: Any, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_model(Inside(wrap))
+    assert str(refused.value).startswith("recipe.model(): 0 is wrapped in ") and fix in str(refused.value)

@@ -83,3 +83,36 @@ def test_muon_names_what_steps_complex_matrices():
         ConfigError, match=r"^optimizer=muon: takes real matrices, and one is complex; use optimizer=ad"
     ):
         Muon([{"params": [Complex().weight], "hidden": True}])
+
+
+class Extra(nn.Linear):
+    """Has a state that is no parameter and no buffer, in torch's own way."""
+
+    def __init__(self, as_tensor: bool) -> None:
+        super().__init__(4, 1)
+        self.as_tensor, self.passes = as_tensor, 0
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(self.passes) if self.as_tensor else {"passes": self.passes}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = int(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(x) * self.passes
+
+
+def test_an_extra_state_that_no_checkpoint_can_have_is_refused_with_the_fix_which_works():
+    words = r"^recipe\.model\(\): its state_dict has _extra_state, .*; let get_extra_state return a tensor, or keep"
+    with pytest.raises(ConfigError, match=words):
+        made(lambda: Extra(False))
+    straight = made(lambda: Extra(True), run_dir="runs/a")
+    straight.fit()
+    first = Trainer(
+        Raw(lambda: Extra(True)), batch=16, options=Options(max_steps=2, run_dir="runs/b"), data=DataOptions(workers=0)
+    )
+    first.fit()
+    resumed = made(lambda: Extra(True), run_dir="runs/b", resume="auto")
+    resumed.fit()
+    assert torch.equal(resumed.module.weight, straight.module.weight)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Echelon: a PyTorch trainer in which every distributed-training optimisation is a callback. Imports nothing heavy."""
+"""Echelon: a PyTorch trainer whose distributed optimisations are callbacks and keys. Imports nothing heavy."""
 
 from typing import TYPE_CHECKING, Any
 

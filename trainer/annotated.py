@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 from trainer.errors import ConfigError, refuse_remote
 from trainer.other_words import our_value
 
+KEPT = (int, float, str, tuple, list, types.NoneType)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -147,6 +148,18 @@ def misfit(key: str, value: Any, kind: Any, shown: str) -> ConfigError:
         return ConfigError(f"{key}={shown}: must be {describe(kind)}{f'; did you mean {near[0]}?' if near else ''}")
     given = f"the class {value.__name__}" if isinstance(value, type) else describe(type(value)).removesuffix("(...)")
     return ConfigError(f"{key}={shown}: must be {describe(kind)}, not {given}")
+
+
+def called(thing: object, *names: str) -> str:
+    """Return an object as text, as the call `Name(key=value)` of these attributes; without names, of its arguments.
+
+    An argument is shown if the object keeps it by its name, as a plain value.
+    """
+    own = {name: getattr(thing, name, None) for name in names}
+    if not names:
+        taken = inspect.signature(type(thing)).parameters
+        own = {name: value for name, value in vars(thing).items() if name in taken and isinstance(value, KEPT)}
+    return f"{type(thing).__name__}({', '.join(f'{name}={value!r}' for name, value in own.items())})"
 
 
 def leaves(kind: Any) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from trainer.annotated import check_arguments
+from trainer.annotated import called, check_arguments
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.config.options import Options
@@ -286,6 +286,9 @@ class Callback:
         Each state is read when it is asked for: drop it before the next, for all of them may not fit in memory.
         """
         raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return called(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

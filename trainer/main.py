@@ -21,14 +21,14 @@ from trainer.process.early import stop_early
 stop_early()
 
 from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
-from trainer.errors import CONFIG, STOPPED, ConfigError, nearest, printable
+from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
 from trainer.process.environment import avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
 from trainer.process.signals import StartupSignals
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
 
-USAGE = """Echelon trains PyTorch models; every distributed-training optimisation is a callback.
+USAGE = """Echelon trains PyTorch models; distributed-training optimisations are callbacks and keys.
 
   echelon                                                  trains a small BERT on real text
   echelon recipe=bert_large trainer.devices=8              one process starts eight ranks
@@ -158,10 +158,7 @@ def run_tool(name: str, *arguments: str) -> NoReturn:
     """Run `python -m trainer.tools.NAME ARGUMENTS` in this process, and end the process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv = [name, *arguments]
-    try:
-        runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)
-    except SystemExit as stop:
-        raise SystemExit(CONFIG if stop.code == 2 else stop.code) from None  # argparse's code of a usage error
+    runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 

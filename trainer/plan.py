@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.annotated import fits
+from trainer.annotated import called, fits
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, overrides
 from trainer.callback_checks import refuse_no_callback, refuse_other_hooks
@@ -98,6 +98,9 @@ class Plan:
         if self.resumed:
             self._compare(recipe)
         self.spec = self._agree(world, each, spec)
+
+    def __repr__(self) -> str:
+        return called(self, "batch", "micro", "accumulate", "max_steps", "epoch_samples")
 
     def _set_time(self, schedule: Schedule, spec: RunSpec | None) -> None:
         """Set the last step, the rates and the intervals."""

@@ -154,6 +154,16 @@ def other_parameters(method: Callable[..., Any], expected: Callable[..., Any]) -
     return ""
 
 
+def refuse_no_tensors(model: nn.Module) -> None:
+    """Raise ConfigError if a model's state has more than tensors, as `get_extra_state` may give."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"recipe.model(): its state_dict has {name}, which is {describe(value)}, and checkpoints have tensors "
+                "alone; let get_extra_state return a tensor, or keep the value in a buffer"
+            )
+
+
 def build_model(recipe: Any) -> nn.Module:
     """Call `recipe.model`. A model that is compiled or distributed already is taken out of its wrapper.
 
@@ -163,6 +173,7 @@ def build_model(recipe: Any) -> nn.Module:
     model = unwrapped(recipe.model())
     if not isinstance(model, nn.Module):
         raise refusal("model", model, "an nn.Module")
+    refuse_wrapped_parts(model)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise ConfigError(
@@ -188,6 +199,21 @@ def unwrapped(model: Any) -> Any:
     inner, instead = WRAPPERS[name]
     log.warning("recipe.model(): is wrapped in %s, which is taken off; %s", name, instead)
     return unwrapped(getattr(model, inner))
+
+
+def refuse_wrapped_parts(model: nn.Module) -> None:
+    """Raise ConfigError for a wrapper inside of the model, whose names a checkpoint would have, and for TorchScript."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError("recipe.model(): is TorchScript, which callbacks can't change; return the nn.Module itself")
+    for name, part in model.named_modules():
+        kind = type(part).__name__
+        if kind in WRAPPERS:
+            fix = f"leave it out, {SPREADS}"
+            if kind == "OptimizedModule":
+                fix = f"call model.{name}.compile() instead of torch.compile(model.{name})"
+            raise ConfigError(
+                f"recipe.model(): {name} is wrapped in {kind}, whose names a checkpoint would have; {fix}"
+            )
 
 
 def refuse_untrained(model: nn.Module) -> None:

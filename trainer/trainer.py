@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from trainer import training_state
-from trainer.annotated import PositiveInt, check_arguments
+from trainer.annotated import PositiveInt, called, check_arguments
 from trainer.callback import HOOKS, UNLOGGED, Callback, Gathered, Role, overrides
 from trainer.callback_checks import (
     SAVED,
@@ -59,6 +59,7 @@ from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
 from trainer.parallel.frozen import TRAINS, changed, follow, followed, refuse_fixed, refuse_in_pass, refuse_unheld
+from trainer.parallel.state_fits import refuse_too_large
 from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
 from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan, RunSpec
@@ -67,7 +68,15 @@ from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import Place, detect
 from trainer.process.heartbeat import Heartbeat
 from trainer.process.signals import StopSignals
-from trainer.recipe_checks import CheckedLoss, build_model, check_rates, refuse_untrained, try_summary, weight_of
+from trainer.recipe_checks import (
+    CheckedLoss,
+    build_model,
+    check_rates,
+    refuse_no_tensors,
+    refuse_untrained,
+    try_summary,
+    weight_of,
+)
 from trainer.rng import GOLDEN, MASK, STEP, generators_of, mix
 from trainer.run_dir import make_run_dir, nothing_left, start_log
 from trainer.summary import report, tell_place
@@ -231,11 +240,11 @@ class Trainer:
         self._refuse_sparse(made)
         made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
         self.optimizer = self._wrap("wrap_optimizer", made)
+        self._refuse_too_large()
         self.clips = self.options.clip_norm is not None
         self.rates, self.followed = Rates(self.plan.rate, self.optimizer), followed(self.module, self.world)
         self.trains = list(map(TRAINS, self.followed))
-        self.scaler = self.precision.scaler
-        self.generators = generators_of(self.device)
+        self.scaler, self.generators = self.precision.scaler, generators_of(self.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
         self.forward_backward: ForwardBackward = self._wrap(
             "wrap_forward_backward", Accumulate(self.loss, self.strategy, self.scaler)
@@ -249,6 +258,7 @@ class Trainer:
     def _build_model(self, optimizer: Callable[[Groups], Optimizer]) -> nn.Module:
         """Return the recipe's model; find its groups, and freeze, before callbacks cut it or wait for gradients."""
         model = build_model(self.recipe)
+        refuse_no_tensors(model)
         self.rules = ParameterRules(optimizer, self.recipe, model)
         return model
 
@@ -259,6 +269,14 @@ class Trainer:
         dense = [n for n, own in hooks.items() if any(getattr(self.callbacks[n], h) in self.hooks[h] for h in own)]
         nccl = self.world > 1 and self.ranks.backend == "nccl"
         sparse.refuse_sparse(self.module, optimizer, dense, self.precision.label, nccl)
+
+    def _refuse_too_large(self) -> None:
+        """Refuse a state that does not fit, while the weights are all of it that is there."""
+        roles = {role for callback in self.callbacks.values() for role in (callback.role, *callback.also)}
+        refuse_too_large(
+            self.strategy, self.module, self.new_optimizer, self.ranks,
+            averaged=Role.AVERAGE in roles, in_backward=Role.OPTIMIZER in roles,
+        )  # fmt: skip
 
     def _open_loader(self) -> None:
         plan, strategy, options = self.plan, self.strategy, self.options
@@ -338,6 +356,9 @@ class Trainer:
         self.ranks.note_failure(kind, self.run_dir / "logs")
         if has_failed(self.device):
             self.end_failed(error)
+
+    def __repr__(self) -> str:
+        return called(self, "name", "batch", "step", "world")
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""

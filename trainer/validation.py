@@ -83,6 +83,7 @@ class Evaluator:
         self.stopping, self.beat = stopping, beat
         self.objects = MetricObjects(ranks.rank, ranks.world, ranks.group_of)
         self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
+        self.empty = set[str]()  # metrics of which a warning has said that they counted nothing
         self.asks = False  # for media, at the next batch
         self.walking = False  # in lockstep, the others wait for this rank's word at the next batch
         self.apart = False  # in lockstep, a rank has failed, and ranks may be in different collectives
@@ -109,6 +110,9 @@ class Evaluator:
             )
         if not found.values:
             raise DataError(f"{self.key}: {NO_BATCH}")
+        if empty := sorted({*found.names} - found.values.keys() - self.empty):
+            self.empty.update(empty)
+            log.warning("validation: %s: the count is 0 in every batch, so there is no value", ", ".join(empty))
         return found.values
 
     @torch.no_grad()

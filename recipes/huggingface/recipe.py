@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -132,7 +133,7 @@ class HuggingFace:
         return mapping[type(self.config)] if mapping is not None else self.kind
 
     def model(self) -> nn.Module:
-        with in_one_line(f"recipe.model={self.source}"), no_progress_bar():
+        with pickle_in_one_line(self.source), in_one_line(f"recipe.model={self.source}"), no_progress_bar():
             if self.loads_weights:
                 how = {"config": self.config, "dtype": torch.float32, "output_loading_info": True}
                 how["trust_remote_code"] = False
@@ -199,7 +200,21 @@ class HuggingFace:
                 made = made(
                     **({} if name == "DefaultDataCollator" else {"tokenizer": self.tokenizer}) | self.collator_args
                 )
-        return partial(collated, made)
+        return partial(collated, made, self.limits, self.padding)
+
+    @property
+    def limits(self) -> dict[str, tuple[int, str]]:
+        """The number that integers of a batch must be below, by name, and the setting of config.json that it is."""
+        vocabulary = getattr(self.config.get_text_config(), "vocab_size", None)
+        classifies = self.model_class.__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
+        classes = (self.config.num_labels or 0) if classifies else 0
+        found = {"input_ids": (vocabulary or 0, "vocab_size"), "labels": (classes, "num_labels")}
+        return {name: limit for name, limit in found.items() if limit[0] > 1}
+
+    @property
+    def padding(self) -> bool:
+        """Whether the tokenizer, if one is used, has a token for padding."""
+        return "tokenizer" not in vars(self) or self.tokenizer.pad_token is not None
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         return loss_of(self._run(model, batch), batch)
@@ -263,19 +278,39 @@ class HuggingFace:
             self.tokenizer.save_pretrained(folder)
 
 
-def collated(collate: Any, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return the collator's batch without what is no tensor."""
+def collated(
+    collate: Any, limits: Mapping[str, tuple[int, str]], padding: bool, samples: list[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Return the collator's batch without what is no tensor.
+
+    Raises:
+        ConfigError: The collator can't pad, or a number is too large for the model's tables.
+    """
     try:
         batch = collate(samples)
     except ValueError as error:
         lengths = {name: {len(s[name]) for s in samples if hasattr(s.get(name), "__len__")} for name in samples[0]}
+        if not padding:
+            raise ConfigError(
+                "recipe.text: the tokenizer has no padding token, which samples of several lengths need; set pad_token "
+                "in the folder's tokenizer_config.json, as to its eos_token"
+            ) from error
         if uneven := next((name for name, of_name in lengths.items() if len(of_name) > 1), None):
             raise ConfigError(
                 f"recipe.collator: samples have {uneven} of {min(lengths[uneven])} to {max(lengths[uneven])} items, "
                 "and the collator does not pad; give recipe.collator=DataCollatorWithPadding, or recipe.text"
             ) from error
         raise
-    return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    found = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    for name, (limit, setting) in limits.items():
+        value = found.get(name)
+        if value is None or value.is_floating_point() or not value.numel() or (most := int(value.max())) < limit:
+            continue
+        raise ConfigError(
+            f"recipe.data: {name} has the number {most}, and the model's config.json has {setting}={limit}; give the "
+            "tokenizer or the labels that the model is for, or a model of that size"
+        )
+    return found
 
 
 def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -307,6 +342,24 @@ def in_one_line(key: str) -> Iterator[None]:
             ) from None
         line = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(f"{key}: {printable(line)}") from None
+
+
+@contextmanager
+def pickle_in_one_line(source: str) -> Iterator[None]:
+    """Raise ConfigError for weights in a pickle that asks for code, or is damaged."""
+    try:
+        yield
+    except Exception as error:
+        file = next((name for name in WEIGHTS if Path(source, name).is_file()), "")
+        of_pickle = isinstance(error, RuntimeError | EOFError) or type(error).__name__ == "UnpicklingError"
+        if not (of_pickle and file.startswith("pytorch_model.bin")):
+            raise
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        why = f"asks for {code[1]}, which is not a weight" if code else "is no file of weights"
+        raise ConfigError(
+            f"recipe.model={source}: {file} {why}; convert it where you trust it, by "
+            "model.save_pretrained(FOLDER), which writes model.safetensors"
+        ) from None
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Attaches a LightningModule to Echelon's trainer, and calls its hooks."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,9 +14,11 @@ from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
+from trainer.log import log
 from trainer.monitors.named_losses import mean_of
 from trainer.optim.groups import WithGroups
 
+OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale"}  # of a logged step
 GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -46,6 +49,8 @@ class LightningHooks(Callback):
         self.of_epoch: dict[str, float] = {}
         self.sums: dict[str, list[Any]] = {}  # of what training_step logs with on_epoch, and the weights
         self.objects: dict[str, Any] = {}  # metrics of torchmetrics among these
+        self.replaced: dict[str, float] = {}  # numbers of the module's that have a name of Echelon's
+        self.said = set[str]()  # those of the names that a line has named
         self.world, self.data = trainer.world, recipe.view.datamodule
         self.frozen: list[str] | None = None  # the parameters, of a checkpoint
         self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
@@ -85,8 +90,22 @@ class LightningHooks(Callback):
         self.open = True  # an epoch has begun, and not ended
 
     def _name(self, ranks: list[Any]) -> dict[str, float]:
-        """Return the means over ranks of what is logged. The loss of a step is Echelon's own."""
-        return {f"train/{name}": value for name, value in mean_of(ranks).items() if name != "loss"}
+        """Return the means over ranks of what is logged. Some names are Echelon's own."""
+        means = mean_of(ranks)
+        self.replaced |= {name: means[name] for name in OWN_NAMES & means.keys()}
+        return {f"train/{name}": value for name, value in means.items() if name != "loss"}
+
+    def _compare(self, metrics: Mapping[str, float]) -> None:
+        """Say once that a number of the module's has a name of Echelon's, and another value."""
+        for name, value in self.replaced.items():
+            own = metrics.get(f"train/{name}", value)
+            if name not in self.said and not math.isclose(value, own, rel_tol=1e-3, abs_tol=1e-6):
+                self.said.add(name)
+                line = (
+                    "self.log: train/%s is Echelon's own number, and the module's %g is not logged; rename the module's"
+                )
+                log.warning(line, name, value)
+        self.replaced = {}
 
     def _of_step(self, logged: Logged, of_epoch: Mapping[str, bool]) -> dict[str, list[float]]:
         """Return what training_step logs for the step."""
@@ -109,6 +128,7 @@ class LightningHooks(Callback):
             if self.open:
                 module.on_train_epoch_start()
         if trainer.metrics:  # a step that is logged
+            self._compare(trainer.metrics)
             trainer.metrics |= self.of_epoch
             self.of_epoch = {}
 

@@ -13,6 +13,11 @@ from trainer.errors import ConfigError
 BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
 OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group")
 OPTIONS += ("add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only")  # of `log`, in its order
+SET_BY_MODULES = {  # attributes that must stay true -> why
+    "automatic_optimization": "Echelon runs the optimizer itself; return the loss from training_step, or write a "
+    "recipe",
+    "strict_loading": "Echelon loads all weights; leave it out",
+}
 
 
 class Attached:
@@ -38,6 +43,12 @@ class Attached:
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer of the run."""
         return self.view.optimizers[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what `refuse_unsupported` refuses, also if a hook sets it."""
+        if value is False and name in SET_BY_MODULES:
+            raise set_in_vain(type(self).__name__, name)
+        super().__setattr__(name, value)
 
     @property
     def _trainer(self) -> AttachedTrainer:
@@ -109,20 +120,18 @@ def overrides(module: Any, name: str) -> bool:
     return getattr(type(module), name, None) is not getattr(base, name, None)
 
 
+def set_in_vain(module: str, name: str) -> ConfigError:
+    return ConfigError(f"recipe.module: {module} sets {name}=False, and {SET_BY_MODULES[name]}")
+
+
 def refuse_unsupported(module: Any) -> None:
     name = type(module).__name__
-    if not module.automatic_optimization:
-        raise ConfigError(
-            f"recipe.module: {name} sets automatic_optimization=False, and Echelon runs the optimizer itself; "
-            "return the loss from training_step, or write a recipe"
-        )
+    for attribute in SET_BY_MODULES:
+        if getattr(module, attribute) is False:
+            raise set_in_vain(name, attribute)
     for method in ("training_step", "configure_optimizers"):
         if not overrides(module, method):
             raise ConfigError(f"recipe.module: {name} has no {method}; define it")
-    if module.strict_loading is False:
-        raise ConfigError(
-            f"recipe.module: {name} sets strict_loading=False, and Echelon loads all weights; leave it out"
-        )
     refuse_overridden(
         module, "recipe.module", HOOKS.refused, set() if module.configure_callbacks() else {"configure_callbacks"}
     )

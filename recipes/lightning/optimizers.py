@@ -12,13 +12,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from recipes.lightning.attached import OF_TRAINING, AttachedTrainer, short_name
+from trainer.config.parameter_groups import OWN
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
 from trainer.optim.groups import Groups
 from trainer.optim.schedule import Rate
 from trainer.optim.torch_schedule import FOLLOWS, TorchRate, base_rate
+from trainer.recipe_checks import describe
 
 KEY = "configure_optimizers()"
+NOT_COPIED = ("params", "initial_lr")  # keys of a group
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Configured:
         parameters = dict(module.named_parameters())
         groups = []
         for number, (group, names) in enumerate(zip(self.optimizer.param_groups, self.names, strict=True)):
-            settings = {key: group[key] for key in self.optimizer.defaults if key in group}
+            settings = {key: group[key] for key in group if key not in NOT_COPIED}
             settings |= {"lr": base_rate(group), FOLLOWS: number}
             groups += [{"params": [parameters[name] for name in names], "held": True, **settings}] if names else []
         in_groups = {name for names in self.names for name in names}
@@ -91,7 +94,8 @@ class Configured:
         left_out = ("state", "param_groups", "step", "_opt_called")  # a scheduler has put its own `step` there
         vars(made).update({key: value for key, value in own.items() if key not in left_out})
         made.state, made.param_groups = defaultdict(dict), []
-        made.defaults = {**self.optimizer.defaults, FOLLOWS: 0}
+        own_keys = {key for group in self.optimizer.param_groups for key in group if key not in NOT_COPIED}
+        made.defaults = {**dict.fromkeys(own_keys), **self.optimizer.defaults, FOLLOWS: 0}
         for group in groups:
             made.add_param_group(dict(group))
         return made
@@ -160,7 +164,32 @@ def parse(found: Any) -> tuple[Optimizer, list[Any]]:
     if not optimizers or not isinstance(optimizers[0], Optimizer):
         kind = type(optimizers[0]).__name__ if optimizers else "None"
         raise ConfigError(f"{KEY}: returned {kind}, and Echelon needs an optimizer of torch's; return one")
+    refuse_own_state(optimizers[0])
     return optimizers[0], schedulers
+
+
+def refuse_own_state(optimizer: Optimizer) -> None:
+    """Raise ConfigError if an optimizer has what a copy of it for other groups can't have.
+
+    A wrapper such as Lookahead or SAM steps the groups of the optimizer inside. Keys of groups go into checkpoints.
+    """
+    kind = type(optimizer).__name__
+    for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            inner = type(value).__name__
+            raise ConfigError(
+                f"{KEY}: {kind}.{name} is another optimizer, whose groups Echelon can't replace; return {inner} "
+                f"itself, or an optimizer of one class"
+            )
+    own = {key: group[key] for group in optimizer.param_groups for key in group if key not in optimizer.defaults}
+    for key, value in own.items():
+        if key in OWN or key == "match":
+            raise ConfigError(f"{KEY}: a group has the key {key!r}, which means something else in Echelon; rename it")
+        if key != "params" and not isinstance(value, str | int | float | None):
+            raise ConfigError(
+                f"{KEY}: {key} of a group is {describe(value)}, and a checkpoint takes numbers and texts; keep it "
+                "elsewhere"
+            )
 
 
 def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -142,8 +142,8 @@ class Lightning:
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         module, run = find(model), self.view.run
-        if run.rehearsing:
-            with kept(module.modules()):  # metrics count no batch of the rehearsal
+        if run.rehearsing or not torch.is_grad_enabled():  # swa passes data for BatchNorm without a gradient
+            with kept(module.modules()):  # metrics count training alone
                 output = self._training_step(model, module, self._received(module, batch), 0)
             self.view.logged.clear()
             return output["loss"]

@@ -1,6 +1,7 @@
 """The average by hand; with deferred steps the same bits; it is what validation and export see."""
 
 import numpy as np
+import pytest
 import torch
 from support.ranks import run_ranks
 from torch import nn
@@ -11,6 +12,7 @@ from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.config.options import DataOptions, DDPOptions, Options
+from trainer.log import log
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -104,3 +106,22 @@ def test_with_deferred_steps_the_average_has_the_same_bits(tmp_path, monkeypatch
     plain, deferred = run_ranks(3, averages, False), run_ranks(3, averages, True)
     assert plain == deferred
     assert plain[0][0] != plain[0][1]
+
+
+@pytest.mark.parametrize(("decay", "steps", "fits"), [(0.999, 130, "0.923"), (0.5, 19, "0.473"), (0.9, 5, "0")])
+def test_a_short_run_is_warned_of_with_a_decay_that_fits(decay, steps, fits, caplog, monkeypatch):
+    monkeypatch.setattr(log, "propagate", True)
+    EMA(decay)._warn(steps)
+    (text,) = caplog.messages
+    assert text.startswith(f"callbacks.ema.decay={decay}: averages over about {1 / (1 - decay):.0f} steps")
+    assert text.endswith(f"so validation sees weights of its beginning; give callbacks.ema.decay={fits}")
+    caplog.clear()
+    EMA(float(fits))._warn(steps)
+    assert len(caplog.messages) == 0
+
+
+@pytest.mark.parametrize(("decay", "steps"), [(0.999, 10_000), (0.5, 20), (0.0, 1), (0.999, None)])
+def test_a_long_run_is_not_warned_of(decay, steps, caplog, monkeypatch):
+    monkeypatch.setattr(log, "propagate", True)
+    EMA(decay)._warn(steps)
+    assert not caplog.messages

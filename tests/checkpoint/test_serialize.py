@@ -287,3 +287,14 @@ def test_an_optimizer_of_something_else_is_our_mistake() -> None:
     net, _ = built("adamw", "cpu", torch.float32)
     with pytest.raises(AssertionError, match="not the module's"):
         optimizer_state(SGD([nn.Parameter(torch.ones(1))], lr=1), net)
+
+
+def test_a_state_of_another_shape_is_named():
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer_state(optimizer, net))
+    saved["weight"]["exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"exp_avg_sq of weight has shape \(3,\), and the parameter \(2, 4\); give"):
+        load_optimizer_state(optimizer, net, saved)

@@ -45,7 +45,7 @@ def test_a_value_that_the_recipe_sets_for_another_optimizer_is_told(
     toy = (ROOT / "tests" / "toy" / "conf" / "recipe" / "toy.yaml").read_text()
     (tmp_path / "conf" / "recipe").mkdir(parents=True)
     (tmp_path / "conf" / "recipe" / "own.yaml").write_text(toy + "optimizer: {lr: 3e-3, weight_decay: 0.02}\n")
-    done = run(["--config-dir", "conf", "recipe=own", "trainer.max_steps=0", *QUICK, *words], tmp_path)
+    done = run(["--config-dir", "conf", "recipe=own", "trainer.max_steps=1", *QUICK, *words], tmp_path)
     assert done.code == 0, done.err
     warnings = [line for line in (done.out + done.err).splitlines() if "the recipe's YAML" in line]
     assert len(warnings) == len(told), warnings

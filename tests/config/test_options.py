@@ -73,3 +73,10 @@ def test_tools_and_caches_refuse_urls_too(refuse, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^[\w.-]+=s3:/+bucket/x: is a URL"):
         refuse("s3://bucket/x")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("key", ["max_steps", "max_epochs"])
+def test_a_run_without_a_step_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"^trainer.{key}=0: trains no step"):
+        Options(**{key: 0})
+    Options(**{key: 0}, init_from="w.safetensors")  # whose weights are validated and saved

@@ -21,6 +21,7 @@ from support.cli import ROOT
 from support.loaders import open_loader, whole
 from support.sources import trees
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, default_collate
 
 from trainer.config.options import DataOptions
@@ -326,6 +327,7 @@ def test_micro_batches_ahead_may_be_more_than_the_usual_limit_of_open_files():
         ({"a": torch.zeros(4), "b": torch.zeros(9)}, 4),
         (UserDict(a=torch.zeros(6)), 6),
         ([(torch.zeros(5),), torch.zeros(2)], 5),
+        (pack_sequence([torch.zeros(4, 2), torch.zeros(1, 2)]), 2),
     ],
 )
 def test_samples_are_counted_by_the_first_tensor(batch, samples):

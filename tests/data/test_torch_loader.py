@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.loaders import open_loader, whole
+from support.loaders import EpochOrder, open_loader, whole
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -18,7 +18,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -46,19 +45,8 @@ class Numbers(Dataset[Tensor]):
         return torch.tensor([i + self.offset, os.getpid()])
 
 
-class Backwards(Sampler[int]):
-    """Another order in each epoch, as a bare loop sets it by `set_epoch`."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([(i + self.epoch) % 20 for i in range(19, -1, -1)])
+def backwards() -> EpochOrder:
+    return EpochOrder(20, lambda epoch: [(i + epoch) % 20 for i in range(19, -1, -1)])
 
 
 def add_100(worker: int) -> None:
@@ -79,8 +67,8 @@ CASES: dict[str, Any] = {
     "dataset": lambda: {"dataset": Numbers(15)},
     "batch_size": lambda: {"batch_size": 10},
     "shuffle": lambda: seeded(shuffle=True),
-    "sampler": lambda: {"sampler": Backwards()},
-    "batch_sampler": lambda: {"batch_size": 1, "batch_sampler": BatchSampler(Backwards(), 5, False)},
+    "sampler": lambda: {"sampler": backwards()},
+    "batch_sampler": lambda: {"batch_size": 1, "batch_sampler": BatchSampler(backwards(), 5, False)},
     "num_workers": lambda: {"num_workers": 2},
     "collate_fn": lambda: {"collate_fn": doubled},
     "pin_memory": lambda: {"pin_memory": True},

@@ -45,9 +45,17 @@ def test_40_the_kernel_kills_a_rank(golden, group, tmp_path):
     result = trouble(f"fill {group}", tmp_path)
     assert result.code == 0, result.err
     assert killed(group) == 1
-    assert "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log" in result.err
+    assert "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log; memory ran out" in result.err
     assert result.out.count("resumed from ckpt/r/step-00000004") == 1 and len(events(tmp_path)) == 1
     whole(tmp_path, golden)
+
+
+def test_40_before_the_first_step_it_is_final(group, tmp_path):
+    """Another attempt would take as much."""
+    result = trouble(f"fill {group}", tmp_path, attempts=9999, where="startup")
+    assert (result.code, killed(group)) == (128 + 9, 1)
+    (line,) = (line for line in result.err.splitlines() if line.startswith("echelon: "))
+    assert line.startswith("echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log; memory ran out")
 
 
 def test_40_again_and_again(group, tmp_path):

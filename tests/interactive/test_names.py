@@ -1,6 +1,8 @@
 """Callbacks as a list: Echelon's own have the config's names, so that a command and a program resume each other."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,6 +12,7 @@ from trainer.callbacks.ema import EMA
 from trainer.config.targets import locate
 from trainer.errors import ConfigError
 from trainer.interactive.names import by_name, name_of_class
+from trainer.monitors.progress.callback import Progress
 from trainer.monitors.throughput import Throughput
 
 CONF = Path(__file__).parents[2] / "conf" / "callbacks"
@@ -41,3 +44,17 @@ def test_two_of_a_class_are_refused():
 def test_what_is_no_list_is_refused(given):
     with pytest.raises(ConfigError, match=r"^callbacks: is a value of type \w+; give a list, as \[EMA\(\)\], or"):
         by_name(given)
+
+
+def test_a_list_in_a_notebook_gets_progress_and_a_dict_is_as_given(monkeypatch):
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=object()))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    assert [*by_name(None)] == [*by_name([])] == ["progress"] and [*by_name([Progress()])] == ["progress"]
+    assert [*by_name({})] == []
+    kernel.get_ipython = SimpleNamespace  # a terminal's IPython has no kernel
+    assert [*by_name(None)] == []
+
+
+def test_a_callback_prints_as_its_call():
+    assert repr(EMA(decay=0.5)).startswith("EMA(decay=0.5")
+    assert repr(Progress()) == "Progress()"

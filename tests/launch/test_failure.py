@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.launch.failure import find_failure
+from trainer.launch.failure import blame_memory, find_failure
 from trainer.launch.restart_policy import RestartPolicy
 from trainer.process.heartbeat import Beat, Heartbeat
 
@@ -41,6 +41,15 @@ def test_a_worker_that_is_killed_in_the_first_step_is_no_mistake_of_the_run(text
     report(tmp_path, 0, f"Traceback\n{text}")
     failure = find_failure({0: 1}, range(1), tmp_path, Path("logs"), [])
     assert failure is not None and RestartPolicy(3).decide(failure, Beat(0, 0, 0))[0] == code
+
+
+def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_named(tmp_path):
+    report(tmp_path, 0, "Traceback\nRuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. ")
+    failure = find_failure({0: 1}, range(1), tmp_path, Path("logs"), [])
+    assert failure is not None
+    failure = blame_memory(failure)
+    assert RestartPolicy(3).decide(failure, Beat(0, 0, 0)) == (1, "")
+    assert failure.text.splitlines()[-1].startswith("echelon: a data worker: memory ran out")
 
 
 @pytest.mark.parametrize(("text", "said"), [(LOST, "SIGTERM: ended without a checkpoint"), ("ValueError: x", "rank 0")])

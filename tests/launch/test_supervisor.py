@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ from trainer.errors import HUNG, STOPPED
 from trainer.launch.failure import Failure, find_failure
 from trainer.launch.supervisor import Supervisor
 from trainer.process import heartbeat
+from trainer.process.cgroup import oom_kills
 from trainer.process.environment import Place
 
 
@@ -142,3 +144,30 @@ def test_all_ranks_are_killed_before_one_is_waited_for(tmp_path, monkeypatch):
     assert noted(tmp_path) == 1  # a failure of the machine, for checkpoint.every=auto
     supervisor.policy.limit = 0
     assert supervisor._attempt(1) == 128 + signal.SIGKILL and noted(tmp_path) == 2  # also if it is not restarted
+
+
+@pytest.mark.parametrize(("step", "grows", "code"), [(0, True, 137), (0, False, None), (1, True, None)])
+def test_a_kill_for_want_of_memory_before_the_first_step_is_final(step, grows, code, tmp_path, monkeypatch, capfd):
+    """A real process is killed; the kernel's counter is a file of ours. Without its word, anyone may have killed."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    vmstat = tmp_path / "proc" / "vmstat"
+    vmstat.write_text("nr_free_pages 7\noom_kill 3\n")
+    monkeypatch.setattr("trainer.launch.supervisor.oom_kills", lambda: oom_kills(tmp_path / "proc", tmp_path / "sys"))
+    supervisor = Supervisor(lambda moved: "", [], Place(0, 2, 0, 2), tmp_path / "logs", str, 3, 40, 60)
+
+    def start(run: int, local_rank: int, attempt: int, private: Path) -> None:
+        beat = heartbeat.Heartbeat(str(private / f"heartbeat-{local_rank}"))
+        beat.beat(0), beat.beat(step)
+        supervisor.ranks[local_rank] = process = subprocess.Popen(["sleep", "60"])  # pyright: ignore[reportArgumentType]
+        if local_rank:
+            process.kill()
+            vmstat.write_text(f"nr_free_pages 7\noom_kill {3 + grows}\n")
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    monkeypatch.setattr("trainer.launch.supervisor.PEERS_S", 0.0)
+    monkeypatch.setattr("trainer.launch.supervisor.STACKS_S", 0.0)
+    assert supervisor._attempt(0) == code
+    first, *others = capfd.readouterr().err.splitlines()
+    assert first.startswith("echelon: rank 1 was killed by SIGKILL")
+    assert ("memory ran out, so the kernel killed it; give fewer trainer.devices" in first) == grows
+    assert others == ([] if code else [f"echelon: failed after step {step}; restart 1 of 3"])

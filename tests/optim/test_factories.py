@@ -138,7 +138,7 @@ def test_a_step_that_fp16s_scaler_skips_leaves_no_trace(maker):
 
 
 RANGES = [
-    *((name, {"lr": -1}, r"lr=-1: must be at least 0") for name in MAKERS),
+    *((name, {"lr": -1}, r"lr=-1: must be more than 0") for name in MAKERS),
     *((name, {"weight_decay": -1}, r"weight_decay=-1: must be at least 0") for name in MAKERS),
     *(
         (name, {"betas": (0.9, 1.0)}, r"betas\.1=1\.0: must be less than 1")

@@ -9,6 +9,7 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.log import log
 from trainer.optim.factories import sgd
 from trainer.optim.schedule import SWA, Constant, Cosine, Cyclic, Linear, OneCycle, Schedule
 from trainer.process.environment import Place
@@ -138,3 +139,11 @@ def test_the_optimizer_gets_the_rate_of_its_step(tmp_path, monkeypatch):
     ).fit()
     factors = [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     assert rates.seen == [pytest.approx([0.5 * factor, 1.0 * factor]) for factor in factors]
+
+
+def test_a_warm_up_longer_than_the_run_is_told(caplog, monkeypatch):
+    monkeypatch.setattr(log, "propagate", True)
+    Linear(warmup=6).resolve(6, 8, None)
+    assert not caplog.messages
+    Linear(warmup=7).resolve(6, 8, None)
+    assert caplog.messages == ["schedule.warmup=7: the run ends at step 6, before the rate has its peak"]

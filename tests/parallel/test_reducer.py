@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.comm.bucket import Bucket
+from trainer.errors import ConfigError
 from trainer.parallel import reducer
 from trainer.parallel.reducer import Reducer, cut_buckets
 
@@ -68,7 +69,7 @@ def test_a_gradient_too_many_takes_no_others_place(layers, monkeypatch):
     made = Reducer(layers, [2, 2, 2], halves, ["a", "b", "c"], CPU)
     value(layers).backward()
     layers[0].sum().backward()
-    with pytest.raises(RuntimeError, match="pipeline: a has two gradients"):
+    with pytest.raises(ConfigError, match="pipeline: a has two gradients"):
         layers[0].sum().backward()
     assert made.buckets == [[2, 1, 0]] and not made.sent
 
@@ -76,7 +77,7 @@ def test_a_gradient_too_many_takes_no_others_place(layers, monkeypatch):
 def test_a_gradient_that_comes_too_late_is_an_error(layers):
     made = Reducer(layers, [1, 1, 1], halves, ["a", "b", "c"], CPU)
     value(layers).backward()
-    with pytest.raises(RuntimeError, match="pipeline: c has two gradients in one backward pass"):
+    with pytest.raises(ConfigError, match="pipeline: c has two gradients in one backward pass"):
         value(layers).backward()
     made.close()
 

@@ -71,3 +71,13 @@ def test_without_control_groups_there_is_no_limit(roots):
 def test_what_the_kernel_has_can_be_read():
     for limit in (cgroup.memory(), cgroup.cores(), cgroup.processes()):
         assert limit is None or (limit.value > 0 and limit.group.is_dir())
+
+
+def test_kills_for_want_of_memory_are_counted_in_each_version(roots):
+    proc, sys = roots
+    assert cgroup.oom_kills(proc, sys) == 0
+    (proc / "vmstat").write_text("pgfault 9\noom_kill 2\n")
+    assert cgroup.oom_kills(proc, sys) == 2
+    (proc / "self" / "cgroup").write_text("0::/job\n")
+    write(sys, {"cgroup.controllers": "memory", "job/memory.events": "oom 4\noom_kill 3\noom_group_kill 0\n"})
+    assert cgroup.oom_kills(proc, sys) == 5

@@ -81,11 +81,6 @@ def test_the_command_trains_on_text_and_exports_what_loads(tmp_path):
     (tmp_path / "new.jsonl").write_text('{"text": "a good film"}\n{"text": "a very very bad film"}\n')
     asked = ["runs/hf", "--devices", "1", "--output", "new-logits.jsonl", "recipe.val_data=new.jsonl"]
     told = run(asked, tmp_path, "trainer.tools.predict")
-    assert told.err == (
-        "echelon: recipe.model=bert, recipe.data=films.jsonl: the run's config names these paths; if you trust them, "
-        "add 'recipe.model=bert' 'recipe.data=films.jsonl'\n"
-    )
-    told = run([*asked, "recipe.model=bert", "recipe.data=films.jsonl"], tmp_path, "trainer.tools.predict")
     assert told.code == 0 and "2 predictions" in told.out, told.err
     rows = [json.loads(line) for line in (tmp_path / "new-logits.jsonl").read_text().splitlines()]
     with torch.no_grad():
@@ -210,7 +205,49 @@ def test_samples_of_several_lengths_without_a_tokenizer_are_one_line():
     from transformers.data.data_collator import default_data_collator
 
     with pytest.raises(ConfigError, match=r"^recipe\.collator: samples have input_ids of 2 to 3 items, .*WithPadding"):
-        collated(default_data_collator, [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])
+        collated(default_data_collator, {}, True, [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}])
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"input_ids": [1, 10], "labels": 1}, "input_ids has the number 10, .* vocab_size=10"),
+        ({"input_ids": [1, 9], "labels": 2}, "labels has the number 2, .* num_labels=2"),
+    ],
+)
+def test_a_number_that_the_model_has_no_place_for_is_one_line(batch, words, tmp_path):
+    write_bert(tmp_path)
+    recipe = HuggingFace(str(tmp_path / "bert"), "none.jsonl")
+    assert recipe.collate([{"input_ids": [1, 9], "labels": 1}])["input_ids"].shape == (1, 2)
+    with pytest.raises(ConfigError, match=rf"^recipe\.data: {words}"):
+        recipe.collate([batch])
+
+
+def test_a_tokenizer_without_padding_is_one_line_whose_fix_works(tmp_path):
+    write_bert(tmp_path)
+    samples = [{"input_ids": [1, 2]}, {"input_ids": [1]}]
+    recipe = HuggingFace(str(tmp_path / "bert"), "none.jsonl", text="text")
+    recipe.tokenizer.pad_token = None
+    with pytest.raises(ConfigError, match=r"^recipe\.text: the tokenizer has no padding token, .*; set pad_token"):
+        recipe.collate(samples)
+    del recipe.collate
+    recipe.tokenizer.pad_token = "[SEP]"
+    assert recipe.collate(samples)["input_ids"].tolist() == [[1, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pickle_that_asks_for_code_is_one_line(sharded, tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    from transformers import BertConfig
+
+    BertConfig(**sizes, vocab_size=10).save_pretrained(tmp_path)
+    name = "pytorch_model-00001-of-00001.bin" if sharded else "pytorch_model.bin"
+    torch.save({"a": Path}, tmp_path / name)
+    if sharded:
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"a": name}}))
+    recipe = HuggingFace(model=str(tmp_path), architecture="AutoModelForMaskedLM", data="x")
+    with pytest.raises(ConfigError, match=r": pytorch_model\.bin\S* asks for .*convert it .*save_pretrained"):
+        recipe.model()
 
 
 @pytest.mark.parametrize("there", ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.loaders import EpochOrder
 from support.needs import needs
 from support.ranks import run_ranks
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
@@ -69,17 +69,8 @@ def by_lightning(train: Any, val: Any, epochs: int = 1) -> tuple[list[list[int]]
     return module.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-class Turned(Sampler[int]):
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 40
-
-    def __iter__(self) -> Any:
-        return iter([(i + 7 * self.epoch) % 80 for i in range(40)])
+def turned() -> EpochOrder:
+    return EpochOrder(40, lambda epoch: [(i + 7 * epoch) % 80 for i in range(40)])
 
 
 class Stream(IterableDataset[Any]):
@@ -96,7 +87,7 @@ LOADERS: dict[str, Any] = {
     "batches": lambda: DataLoader(ALL, batch_sampler=BatchSampler(range(80, 100), 10, False)),
     "drop_last": lambda: DataLoader(ALL, 30, drop_last=True),
     "other data": lambda: DataLoader(ALL, 10, sampler=SequentialSampler(range(20))),
-    "custom": lambda: DataLoader(ALL, 8, sampler=Turned()),
+    "custom": lambda: DataLoader(ALL, 8, sampler=turned()),
     "of 2 ranks": lambda: DataLoader(ALL, 10, sampler=DistributedSampler(ALL, 1, 0, shuffle=False)),
     "stream": lambda: DataLoader(Stream(), 10),
 }
@@ -120,14 +111,14 @@ def drawn(**options: Any) -> Any:
 
 TRAINED: dict[str, Any] = {
     "sequential": train_loader,
-    "custom": lambda: train_loader(sampler=Turned()),
+    "custom": lambda: train_loader(sampler=turned()),
     "drop_last": lambda: train_loader(batch_size=30, drop_last=True),
     "replacement": lambda: drawn(sampler=RandomSampler(ALL, True, 40, torch.Generator().manual_seed(1))),
     "weights": lambda: drawn(
         sampler=WeightedRandomSampler([0.0, 1.0] * 50, 40, True, torch.Generator().manual_seed(1))
     ),
     "shuffle": lambda: drawn(shuffle=True),
-    "batches": lambda: DataLoader(ALL, batch_sampler=BatchSampler(Turned(), 10, False)),
+    "batches": lambda: DataLoader(ALL, batch_sampler=BatchSampler(turned(), 10, False)),
     "stream": lambda: DataLoader(Stream(), 10),
 }
 
@@ -187,7 +178,7 @@ def test_what_the_samples_do_not_take_with_them_is_logged(capsys):
 
 @pytest.mark.parametrize("name", ["custom", "replacement", "weights", "batches"])
 def test_a_training_loader_with_an_order_of_its_own_is_refused_or_its_batches_are_taken(name):
-    with pytest.raises(ConfigError, match=r"Sampler|Turned.* has an order of its own; give recipe\.batches=true"):
+    with pytest.raises(ConfigError, match=r"Sampler|EpochOrder.* has an order of its own; give recipe\.batches=true"):
         made(TRAINED[name])
 
 
@@ -213,7 +204,11 @@ def test_ranks_share_the_samples_of_torchs_samplers():
     ("train", "val", "words"),
     [
         ("sequential", "batches", "val_dataloader(): BatchSampler has an order of its own, which Echelon can't split"),
-        ("custom", "all", "train_dataloader(): Turned has an order of its own, which Echelon can't split over 2 ranks"),
+        (
+            "custom",
+            "all",
+            "train_dataloader(): EpochOrder has an order of its own, which Echelon can't split over 2 ranks",
+        ),
         ("sequential", "of 2 ranks", "val_dataloader(): DistributedSampler(num_replicas=1): there are 2 rank(s)"),
     ],
 )

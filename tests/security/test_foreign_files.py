@@ -178,6 +178,22 @@ def test_a_folder_of_shards_that_echelon_did_not_make_is_refused(kind: str) -> N
     assert look(planted) == planted
 
 
+def test_a_folder_of_shards_alone_is_marked_again() -> None:
+    """A program that deletes old files has deleted the marker, which nobody reads."""
+    place = Path("cache", FOLDER)
+    make_folder(place)
+    for name in (KEY, f"{KEY}.idx", f".part-{KEY}", ".lock"):
+        (place / name).write_text("old")
+    (place / MARKER).unlink()
+    make_folder(place)
+    assert (place / MARKER).is_file()
+    (place / MARKER).unlink()
+    (place / f"{KEY}.tex").write_text("precious")
+    with pytest.raises(OSError, match=r"holds files, and no CACHEDIR\.TAG of Echelon's"):
+        make_folder(place)
+    assert not (place / MARKER).exists()
+
+
 def test_checkpoints_delete_their_own_files_alone() -> None:
     """Also where a user has put files into a checkpoint, or has a folder or a link of a checkpoint's name."""
     run_dir = Path("ckpt/r")

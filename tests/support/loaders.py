@@ -1,10 +1,10 @@
 """Loaders without a trainer, and the batches that a step or a trainer gives out and does not keep."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from torch.utils.data import default_collate
+from torch.utils.data import Sampler, default_collate
 
 from trainer.callback import Callback
 from trainer.config.options import DataOptions
@@ -85,3 +85,21 @@ def steps(loader: Loader, start: int, count: int) -> list[Whole]:
     found = [whole(step) for step in itertools.islice(stream, count)]
     stream.close()  # ends its workers
     return found
+
+
+class EpochOrder(Sampler[int]):
+    """A sampler with another order in each epoch, which a bare loop sets by `set_epoch`."""
+
+    epoch = 0
+
+    def __init__(self, length: int, order: Callable[[int], list[int]]) -> None:
+        self.length, self.order = length, order
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order(self.epoch))

@@ -191,7 +191,7 @@ def test_a_refusal_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             (["recipe=nothing"], "recipe=nothing"),
             (
                 ["--config-dir", "conf", "recipe=bowl", "optimizer.lr=0"],
-                "optimizer.lr=0: the rates are multiples of it",
+                "optimizer.lr=0: must be more than 0",
             ),
             (["-m", "optimizer.lr=1,2"], "-m: gives 2 runs, and lr_find takes one; leave -m out"),
         ],

@@ -1,10 +1,14 @@
 """Exponential moving average of the weights, used for validation and export (Polyak and Juditsky 1992)."""
 
+import math
 from typing import Any
 
 from trainer.annotated import Beta
 from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.log import log
 from trainer.parallel.averaged_model import AveragedModel
+
+SPANS = 10  # of the average, that a run should have: exp(-10) of the first weights is left then
 
 
 class EMA(Callback):
@@ -32,7 +36,18 @@ class EMA(Callback):
         self.model = trainer.eval_model = self.averaged.module
         if self.restored is not None:
             self.model.load_state_dict(self.restored)
+        self._warn(trainer.plan.max_steps)
         self.step = trainer.step - trainer.lag  # the last step whose weights are in the average
+
+    def _warn(self, steps: int | None) -> None:
+        """Warn of an average that spans too much of a short run to forget the weights of its first steps."""
+        span = 1 / (1 - self.decay)
+        if steps and span > max(1, steps / SPANS):
+            log.warning(
+                "callbacks.ema.decay=%g: averages over about %.0f steps, and the run has %d, so validation sees "
+                "weights of its beginning; give callbacks.ema.decay=%g",
+                self.decay, span, steps, max(0, math.floor(1000 * (1 - SPANS / steps))) / 1000,
+            )  # fmt: skip
 
     def on_step_end(self, trainer) -> None:
         self._follow(trainer)

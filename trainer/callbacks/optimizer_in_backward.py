@@ -96,7 +96,7 @@ class OptimizerInBackward(Callback):
         if not self.trainer.strategy.syncing:
             return
         if p in self.done:
-            raise RuntimeError(
+            raise ConfigError(
                 f"optimizer_in_backward: {self._names([p])} has a second gradient in a step; use it in one backward "
                 "pass, without reentrant checkpoints, or leave optimizer_in_backward out"
             )
@@ -132,7 +132,7 @@ class OptimizerInBackward(Callback):
                 self.partial.step(late)
         elif self.sent < len(self.layout):
             missing = [p for p in self.trainer.parameters if p not in self.done]
-            raise RuntimeError(
+            raise ConfigError(
                 f"optimizer_in_backward: no gradient for {self._names(missing)} in the last micro-batch of a step; use "
                 "every parameter in every loss, or leave optimizer_in_backward out"
             )

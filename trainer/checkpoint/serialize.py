@@ -84,6 +84,9 @@ def is_rank_section(name: str) -> bool:
     return name.startswith("rank-")
 
 
+ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # state with the parameter's shape
+
+
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the live state of each parameter that `optimizer` trains, by its name in `module`, without settings."""
     return {name: dict(optimizer.state.get(p, {})) for name, (p, _) in _trained(optimizer, module).items()}
@@ -93,7 +96,7 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
     """Put a copy of `optimizer_state` back, in its own dtypes; torch would cast to the parameter's.
 
     Raises:
-        ConfigError: The names are not those of the parameters that `optimizer` trains.
+        ConfigError: The names are not those of the parameters that `optimizer` trains, or a state's shape is another.
     """
     trained = _trained(optimizer, module)
     both = {"missing": trained.keys() - state.keys(), "unknown": state.keys() - trained.keys()}
@@ -104,6 +107,12 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
         )
     for name, (parameter, group) in trained.items():
         on_device = bool(group.get("fused") or group.get("capturable") or "t0" in group)  # t0: ASGD, maybe in a proxy
+        for key, value in state[name].items():
+            if key in ELEMENTWISE and isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise ConfigError(
+                    f"trainer.resume: the optimizer state {key} of {name} has shape {tuple(value.shape)}, and the "
+                    f"parameter {tuple(parameter.shape)}; give another one, or trainer.init_from for the weights alone"
+                )
         optimizer.state[parameter] = _place(dict(state[name]), "", parameter, on_device)
 
 

@@ -17,6 +17,7 @@ from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
 from trainer.errors import ConfigError, nearest, printable
 from trainer.files import special
+from trainer.other_words import our_key
 from trainer.redact import redact_argument, remove_if_secret
 
 PRIMARY = CONF / "config.yaml"
@@ -91,7 +92,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
-            raise ConfigError(f"{stderr.getvalue().strip().rpartition('error: ')[2]}; see --help") from None
+            raise ConfigError(in_our_words(stderr.getvalue().strip().rpartition("error: ")[2])) from None
         raise
     except ConfigError:
         raise
@@ -104,6 +105,14 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     of_optimizer = (fit_optimizer(job.config, job.argv, folders) for job in jobs)
     warnings = ([(logging.WARNING, text) for text in texts] for texts in of_optimizer)
     return [job._replace(messages=[*lines, *own]) for job, own in zip(jobs, warnings, strict=True)]
+
+
+def in_our_words(said: str) -> str:
+    """Return what argparse says of an unknown option: most belong to a trainer whose settings are options."""
+    if not (option := re.fullmatch(r"unrecognized arguments: (--?([\w.-]+).*)", said)):
+        return f"{said}; see --help"
+    fix = our_key(option[2]) or "give settings as KEY=VALUE, without --"
+    return f"{option[1]}: there is no such option; {fix}; see --help"
 
 
 @contextlib.contextmanager
@@ -218,6 +227,7 @@ def original_override(override: str) -> str:
 def explain(error: Exception, folders: list[Path]) -> str:
     """Return Hydra's error as one line with the way out."""
     from hydra.errors import MissingConfigException, OverrideParseException
+    from yaml import MarkedYAMLError
 
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
@@ -235,7 +245,14 @@ def explain(error: Exception, folders: list[Path]) -> str:
         return (
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
         )
+    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{mark.name}: line {mark.line + 1}, column {mark.column + 1}: {error.problem}; correct the YAML there"
     text = " ".join(str(error).split())
+    if merged := re.search("In '(.*?)': .*Cannot merge DictConfig with ListConfig", text):
+        return (
+            f"{merged[1]}.yaml: has a list where keys are due; write 'callbacks: {{NAME: {{_target_: ...}}}}', or "
+            "choose callbacks by '+callbacks=[NAME]'"
+        )
     if several := re.search("Ambiguous value for argument '(.*?)' ", text):
         word = redact_argument(several[1].removeprefix("++"))
         key, _, values = word.partition("=")
@@ -243,9 +260,9 @@ def explain(error: Exception, folders: list[Path]) -> str:
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         group, _, name = absent[1].partition(".")
         near = difflib.get_close_matches(name, choices(group, folders), 1)
-        return f"~{absent[1]}: is not in this run; {f'did you mean ~{group}.{near[0]}?' if near else 'see --cfg job'}"
+        return f"~{absent[1]}: is not in this run; {f'did you mean ~{group}.{near[0]}?' if near else 'leave this out'}"
     reason, _, key = text.partition(" full_key: ")  # OmegaConf's
-    return f"{key.split()[0]}: {reason}; see --cfg job" if key else f"{reason}; see --cfg job"
+    return f"{key.split()[0]}: {reason}; give a value, or a key that is there" if key else f"{reason}; see --help"
 
 
 def is_override(word: str) -> bool:

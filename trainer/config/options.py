@@ -101,7 +101,7 @@ class Options:
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp8", "bf16_params"] = "auto"
     master_weights: bool = True  # false: with bf16_params, weights in bf16 alone, which steps round stochastically
     deterministic: bool = False  # GPU kernels that give the same bits every time; an error if an operation has none
-    max_steps: NonNegativeInt | None = None
+    max_steps: NonNegativeInt | None = None  # 0: with init_from, whose weights are validated and saved
     max_epochs: Annotated[NonNegativeFloat, Below(inf)] | None = None
     clip_norm: PositiveFloat | None = None  # global norm; null or infinity does not clip
     clip_value: PositiveFloat | None = None  # magnitude of each element; null does not clip
@@ -127,6 +127,11 @@ class Options:
     def __post_init__(self) -> None:
         check_fields(self, "trainer.")
         node_range(self.nodes)
+        for key in ("max_steps", "max_epochs"):
+            if getattr(self, key) == 0 and self.init_from is None:
+                raise ConfigError(
+                    f"trainer.{key}=0: trains no step; give more, or trainer.init_from=WEIGHTS to save these"
+                )
         if self.overfit is not None and self.limit_batches != LimitOptions():
             raise ConfigError(f"trainer.overfit={self.overfit}: has batches of its own; leave limit_batches out")
         for key in self.accept:

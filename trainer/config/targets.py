@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,25 @@ def named_in_conf() -> frozenset[str]:
     return frozenset(name for text in files for name in re.findall(r"_target_: *([\w.]+)", text))
 
 
+def in_conf(target: str) -> str | None:
+    """Return the name in conf/ of a target: the same, or a shorter one of the class that the target's module defines.
+
+    `recipes.lightning.recipe.Lightning` is `recipes.lightning.Lightning`. `locate` compares the classes.
+    """
+    module, _, name = target.rpartition(".")
+    if target in named_in_conf():
+        return target
+    shorter = (f"{package}.{name}" for package in accumulate(module.split(".")[:-1], "{}.{}".format))
+    return next((known for known in shorter if known in named_in_conf()), None)
+
+
+def allows(packages: tuple[str, ...], module: str) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
 def refuse_package(key: str, value: str, module: str, allow: tuple[str, ...]) -> None:
     """Refuse a value that names an object of this module, if no allowed package holds the module."""
-    if any(f"{module}.".startswith(f"{package}.") for package in allow):
+    if allows(allow, module):
         return
     package = module.split(".")[0]
     what = f"{package} is not a package that configs may name"
@@ -44,7 +61,7 @@ def refuse_package(key: str, value: str, module: str, allow: tuple[str, ...]) ->
 
 def refuse_target(key: str, target: str, allow: tuple[str, ...]) -> None:
     """Refuse a target that neither conf/ nor an allowed package has."""
-    if target not in named_in_conf():
+    if in_conf(target) is None:
         refuse_package(key, target, target, allow)
 
 
@@ -64,7 +81,8 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
     Every name in a config is imported here, so that nothing is imported without permission.
     """
     refuse_target(key, target, allow)
-    module, _, name = target.rpartition(".")
+    known = None if allows(allow, target) else in_conf(target)
+    module, _, name = (known or target).rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, TypeError, AttributeError) as error:
@@ -76,7 +94,7 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
             raise ConfigError(f"{key}={target}: {line}; install the package, or correct the import") from None
         fix = foreign_package(module.partition(".")[0]) or f"{error}; name an importable class or function"
         raise ConfigError(f"{key}={target}: {fix}") from None
-    if target in named_in_conf():
+    if target in named_in_conf() or (known and target == f"{found.__module__}.{name}"):
         return found
     home = getattr(found, "__module__", None) or "builtins"
     refuse_package(key, target, home, allow)

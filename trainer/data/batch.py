@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from trainer.comm.phases import Phase, during
 from trainer.data.bad_samples import Bad
@@ -121,8 +122,10 @@ class Step:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in `batch`."""
+    """Return the length of the first tensor in `batch`, or of the sequences that are packed there."""
     while not isinstance(batch, Tensor):
+        if isinstance(batch, PackedSequence):
+            return int(batch.batch_sizes[0])
         if isinstance(batch, (list, tuple)) and batch:  # a union would be made anew on every step
             batch = batch[0]
         elif isinstance(batch, Mapping) and batch:

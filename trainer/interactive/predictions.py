@@ -37,6 +37,9 @@ class Predictions:
         self.columns: dict[str, Column] = {}
         self._parts: dict[str, list[Column]] = {}
 
+    def __repr__(self) -> str:
+        return f"Predictions({len(self)} samples: {', '.join(self.columns)})"
+
     def __len__(self) -> int:
         return len(self.index)
 

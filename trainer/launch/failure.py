@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,10 @@ from trainer.process.heartbeat import last
 
 # The rank that reports a killed data worker is not at fault: the kernel or a user may have killed the worker.
 KILLED_WORKER = re.compile("DataLoader worker .* killed by signal")
+NO_MEMORY = (
+    "memory ran out, so the kernel killed it; give fewer trainer.devices or data.workers, a smaller micro_batch, "
+    "'+callbacks=[shard]', or a machine or container with more memory"
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Failure:
     text: str  # the message for the user
     code: int  # the run's exit code
     reported: bool  # the rank itself reported a Python error, whose cause it is
+    out_of_memory: bool = False  # the kernel killed a process because memory ran out
 
 
 def find_failure(
@@ -70,6 +75,15 @@ def find_failure(
     if beat and beat.until > time.monotonic():
         text += f"\nechelon: rank {rank} had announced long work, as a compilation is; raise trainer.timeout_s"
     return Failure(rank, text, code, False)
+
+
+def blame_memory(failure: Failure) -> Failure:
+    """Return the failure of an attempt in which the kernel killed because memory ran out; with advice after a kill."""
+    worker = bool(KILLED_WORKER.search(failure.text))
+    if not worker and (failure.reported or failure.code != 128 + signal.SIGKILL):
+        return failure
+    advice = f"\nechelon: a data worker: {NO_MEMORY}" if worker else f"; {NO_MEMORY}"
+    return replace(failure, text=failure.text + advice, out_of_memory=True)
 
 
 def stopped_early(rank: int, number: int) -> Failure:

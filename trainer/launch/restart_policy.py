@@ -23,7 +23,8 @@ class RestartPolicy:
     def is_final(self, failure: Failure, beat: Beat | None) -> bool:
         """Return whether a restart would meet the failure, too: it is the user's, and not the machines'."""
         first = self.furthest < 0 and (beat is None or beat.step == beat.began)
-        return failure.code in FINAL or (failure.reported and first and failure.code != UNAVAILABLE)
+        own = failure.reported and failure.code != UNAVAILABLE
+        return failure.code in FINAL or (first and (own or failure.out_of_memory))
 
     def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
         """Return the run's exit code, 0 for a restart, and a line for the user.

@@ -13,10 +13,11 @@ from typing import Any
 
 from trainer.errors import STOPPED, fold
 from trainer.files import Appended
-from trainer.launch.failure import find_failure
+from trainer.launch.failure import blame_memory, find_failure
 from trainer.launch.flight_recorder import find_mismatch
 from trainer.launch.forkserver import ForkServer, Rank
 from trainer.launch.restart_policy import RestartPolicy
+from trainer.process.cgroup import oom_kills
 from trainer.process.crash import summarize_crash
 from trainer.process.environment import Place, threads_of, variables
 from trainer.process.heartbeat import Beat, last, read
@@ -88,7 +89,7 @@ class Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
         with temporary_folder() as private, memory:
             self.started, self.began = time.time(), time.monotonic()
-            self.looked = self.began
+            self.looked, kills = self.began, oom_kills()
             memory.write(self.describe_run(self.moved).encode())
             try:
                 for local_rank in range(self.place.local_world):
@@ -107,6 +108,7 @@ class Supervisor:
             failure = find_failure(codes, ranks, private, self.logs, self.passed)
             if failure is None:
                 return max(codes.values())
+            failure = blame_memory(failure) if oom_kills() > kills else failure
             beat, cleaned = read(private / f"heartbeat-{failure.rank}"), not private.exists()
         self.moved |= cleaned or (beat is not None and beat.step > beat.began)
         of_machines = not (self.passed or self.policy.is_final(failure, beat))  # before `decide` counts its step

@@ -20,7 +20,7 @@ def of_recipe(params: Groups) -> Optimizer:
 @check_arguments("optimizer.")
 def adamw(
     params: Groups,
-    lr: NonNegativeFloat = 1e-3,
+    lr: PositiveFloat = 1e-3,
     betas: tuple[Beta, Beta] = (0.9, 0.98),
     eps: NonNegativeFloat = 1e-6,
     weight_decay: NonNegativeFloat = 0.01,
@@ -38,7 +38,7 @@ def adamw(
 @check_arguments("optimizer.")
 def sgd(
     params: Groups,
-    lr: NonNegativeFloat = 0.1,
+    lr: PositiveFloat = 0.1,
     momentum: NonNegativeFloat = 0.9,
     nesterov: bool = False,
     weight_decay: NonNegativeFloat = 0.0,
@@ -52,7 +52,7 @@ def sgd(
 @check_arguments("optimizer.")
 def lamb(
     params: Groups,
-    lr: NonNegativeFloat = 2e-3,
+    lr: PositiveFloat = 2e-3,
     betas: tuple[Beta, Beta] = (0.9, 0.999),
     eps: NonNegativeFloat = 1e-6,
     weight_decay: NonNegativeFloat = 0.01,
@@ -63,7 +63,7 @@ def lamb(
 @check_arguments("optimizer.")
 def lars(
     params: Groups,
-    lr: NonNegativeFloat = 1.0,
+    lr: PositiveFloat = 1.0,
     momentum: Beta = 0.9,
     weight_decay: NonNegativeFloat = 5e-4,
     trust_coefficient: PositiveFloat = 1e-3,
@@ -74,7 +74,7 @@ def lars(
 @check_arguments("optimizer.")
 def adafactor(
     params: Groups,
-    lr: NonNegativeFloat = 1e-2,
+    lr: PositiveFloat = 1e-2,
     beta2_decay: Annotated[float, AtMost(0)] = -0.8,
     eps: tuple[NonNegativeFloat | None, NonNegativeFloat] = (None, 1e-3),
     d: Annotated[float, AtLeast(1)] = 1.0,
@@ -97,7 +97,7 @@ def adafactor(
 @check_arguments("optimizer.")
 def adagrad(
     params: Groups,
-    lr: NonNegativeFloat = 1e-2,
+    lr: PositiveFloat = 1e-2,
     lr_decay: NonNegativeFloat = 0.0,
     eps: NonNegativeFloat = 1e-10,
     weight_decay: NonNegativeFloat = 0.0,
@@ -114,7 +114,7 @@ def adagrad(
 @check_arguments("optimizer.")
 def adamw8bit(
     params: Groups,
-    lr: NonNegativeFloat = 1e-3,
+    lr: PositiveFloat = 1e-3,
     betas: tuple[Beta, Beta] = (0.9, 0.98),
     eps: NonNegativeFloat = 1e-6,
     weight_decay: NonNegativeFloat = 0.01,

@@ -178,6 +178,7 @@ def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | N
     if not groups:
         raise ConfigError("recipe.model(): no parameter requires a gradient; unfreeze some parameters")
     made = tried(make, groups)
+    refuse_closure(made)
     for rule in rules.rules if rules else ():
         refuse_settings(rule, make, made, groups)
     for group in made.param_groups:
@@ -188,6 +189,17 @@ def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | N
         matrices = ", ".join(names[p] for p in rest if p.dim() == 2)
         log.info("%s: AdamW steps %d parameters, of which are matrices: %s", type(made).__name__, len(rest), matrices)
     return made
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a step computes the gradient several times, as that of LBFGS does."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind in by_position for p in parameters):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}.step() needs a closure, and Echelon computes the gradient of a "
+            "step once; choose an optimizer whose step needs none, such as adamw"
+        )
 
 
 def tried(make: Callable[..., Optimizer], groups: Groups, key: str = "optimizer", **settings: Any) -> Optimizer:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.annotated import Below, Beta, NonNegativeFloat, PositiveInt, check_arguments
+from trainer.annotated import Below, Beta, NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, is_in_rows
@@ -40,7 +40,7 @@ class Muon(Optimizer):
     def __init__(
         self,
         params: Groups,
-        lr: NonNegativeFloat = 1e-3,
+        lr: PositiveFloat = 1e-3,
         weight_decay: NonNegativeFloat = 0.01,
         momentum: Beta = 0.95,
         nesterov: bool = True,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from trainer.annotated import AtMost, Below, PositiveFloat, PositiveInt, check_fields
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError
+from trainer.log import log
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Schedule:
                 f"trainer.max_steps=null: schedule={name} must know the end of the run; "
                 "give trainer.max_steps or trainer.max_epochs, or schedule=constant"
             )
+        if total is not None and warmup > total:
+            log.warning("schedule.warmup=%s: the run ends at step %d, before the rate has its peak", self.warmup, total)
         return ShapedRate(self, warmup, max(1, (total or 0) - warmup), self.factor_of_batch(batch))
 
     def factor_of_batch(self, batch: int) -> float:

@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,16 @@ def fails(run: Callable[[], Any]) -> bool:
     return False
 
 
-def state_share(new_optimizer: Callable[[nn.Module], Optimizer], device: torch.device) -> float:
+def state_share(
+    new_optimizer: Callable[[nn.Module], Optimizer],
+    device: torch.device,
+    choose: Callable[[Iterable[float]], float] = max,
+) -> float:
     """Return the bytes of optimizer state for each byte of a float32 parameter, measured by a step of small matrices.
 
-    Some optimizers step hidden matrices and embeddings in different ways. The one with more state counts.
+    Args:
+        choose: Some optimizers step hidden matrices and embeddings in different ways: `max` for the one with more
+            state, `min` for the one with less.
     """
     probe, zeros = nn.Module(), torch.zeros(PROBE, PROBE, device=device)
     probe.weight = nn.Parameter(zeros.clone())  # a layer would draw numbers for its weights
@@ -53,7 +59,7 @@ def state_share(new_optimizer: Callable[[nn.Module], Optimizer], device: torch.d
     optimizer = new_optimizer(probe)
     optimizer.step()
     states = [optimizer.state[p].values() for p in probe.parameters()]
-    return max(sum(v.nbytes for v in state if isinstance(v, Tensor)) for state in states) / zeros.nbytes
+    return choose(sum(v.nbytes for v in state if isinstance(v, Tensor)) for state in states) / zeros.nbytes
 
 
 def bytes_of_step(strategy: Strategy, share: float) -> int:

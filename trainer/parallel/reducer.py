@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.reduce import Background, Reduce, Reduced
+from trainer.errors import ConfigError
 
 BUCKET_BYTES = 25 << 20  # DDP's own size: gradients of so many bytes are reduced at once
 
@@ -72,7 +73,7 @@ class Reducer:
     @torch.no_grad()
     def _arrive(self, index: int, _: Tensor) -> None:
         if not self.left[index]:
-            raise RuntimeError(
+            raise ConfigError(
                 f"pipeline: {self.names[index]} has two gradients in one backward pass; use each block once in a pass"
             )
         self.left[index] -= 1

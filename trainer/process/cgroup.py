@@ -1,7 +1,11 @@
-"""Reads the limits that control groups set this process, and what the groups use. Linux has two versions of them."""
+"""Reads the limits that control groups set this process, and what the groups use. Linux has two versions of them.
+
+The memory of the machine, and the kernel's count of processes that it killed for want of memory, are read here too.
+"""
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +89,36 @@ def memory_used(group: Path) -> int:
     lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
     stat = {line[0]: int(line[1]) for line in lines if len(line) == 2}
     return max(0, used - stat.get("inactive_file" if second else "total_inactive_file", 0))
+
+
+class Memory(NamedTuple):
+    total: int  # bytes that this process may use, with all others of the machine or of its control group
+    free: int  # of these, not used
+    swap: int  # free bytes of swap
+    limited: bool  # a control group's, which has less than the machine
+
+
+def available_memory(proc: Path = PROC, sys: Path = SYS) -> Memory | None:
+    """Return the memory that processes of this host may take; None if the system does not say."""
+    with contextlib.suppress(OSError):
+        lines = (line.replace(":", " ").split() for line in (proc / "meminfo").read_text().splitlines())
+        known = {line[0]: int(line[1]) << 10 for line in lines}
+        if {"MemTotal", "MemAvailable"} <= known.keys():
+            total, free, swap = known["MemTotal"], known["MemAvailable"], known.get("SwapFree", 0)
+            if (limit := memory(proc, sys)) and limit.value < total:
+                return Memory(int(limit.value), min(free, int(limit.value) - memory_used(limit.group)), swap, True)
+            return Memory(total, free, swap, False)
+    return None
+
+
+def oom_kills(proc: Path = PROC, sys: Path = SYS) -> int:
+    """Count the processes that the kernel has killed for want of memory: of the machine, and of the control groups."""
+    count = 0
+    events = (group / name for group in groups("memory", proc, sys) for name in ("memory.events", "memory.oom_control"))
+    for file in (proc / "vmstat", *events):
+        with contextlib.suppress(OSError):
+            count += sum(map(int, re.findall("^oom_kill ([0-9]+)$", file.read_text(), re.MULTILINE)))
+    return count
 
 
 def cpu_seconds(group: Path, proc: Path = PROC, sys: Path = SYS) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.errors import ConfigError, exit_code, nearest, refuse_remote, require
 from trainer.files import refuse_folder, write_json
+from trainer.process.arguments import ArgumentParser
 from trainer.process.environment import Place, detect, raise_file_limit
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
 from trainer.timeouts import COLLECTIVE_S
@@ -128,10 +129,8 @@ def refuse(options: argparse.Namespace) -> None:
     require_matplotlib(options.png)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        "echelon bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> ArgumentParser:
+    made = ArgumentParser("echelon bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", nargs="+", default=ALL, metavar="PART", help=f"of {', '.join(ALL)}; without it all")
     made.add_argument("--devices", type=int, help="ranks to start here; without it one for each GPU, or one")
     made.add_argument("--accelerator", choices=("auto", "cpu", "cuda"), default="auto")

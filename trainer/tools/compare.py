@@ -1,6 +1,5 @@
 """echelon compare RUN...: how runs differ, as tables: changed keys, last and best metrics."""
 
-import argparse
 import json
 import math
 import shlex
@@ -14,6 +13,7 @@ from rich.text import Text
 
 from trainer.errors import printable
 from trainer.files import finite
+from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.process.stdio import tolerate_closed_pipes
 from trainer.tools.report.payload import CLOCKS
@@ -124,7 +124,7 @@ def values_of(run: Run, name: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="echelon compare", description=__doc__)
+    parser = ArgumentParser(prog="echelon compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument("--json", action="store_true", help="prints JSON, with all metrics")
     parser.add_argument("--all", action="store_true", help="shows all metrics, not only train/, val/ and perf/")

@@ -1,6 +1,5 @@
 """echelon export CHECKPOINT FOLDER [KEY=VALUE...]: exports a checkpoint like the end of a run."""
 
-import argparse
 import pkgutil
 import re
 import sys
@@ -28,6 +27,7 @@ from trainer.errors import ConfigError, printable
 from trainer.files import no_folders_if_refused, usual_permissions
 from trainer.parallel.meta import on_host
 from trainer.plan import refuse_other_manifests, short
+from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.redact import redacted_keys
 from trainer.run_dir import find_checkpoint, is_run, make_writable, stored_config
@@ -191,7 +191,7 @@ def refuse_other_data(source: Any, saved: str, key: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="echelon export", description=__doc__)
+    parser = ArgumentParser(prog="echelon export", description=__doc__)
     parser.add_argument("checkpoint", help="runs/NAME, ckpt/last.pt, a run's folder of checkpoints, or a folder step-*")
     parser.add_argument("folder", type=Path, help="the folder to export to")
     parser.add_argument(

@@ -21,6 +21,7 @@ from typing import Any
 from trainer.errors import ConfigError, require
 from trainer.files import no_folders_if_refused, write_json
 from trainer.optim.schedule import Rate, Schedule
+from trainer.process.arguments import ArgumentParser
 from trainer.process.environment import Place
 from trainer.process.exit import run_guarded
 from trainer.run_dir import make_parent
@@ -36,7 +37,7 @@ ROWS = 10  # of the table on the terminal
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "echelon lr_find", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--min", type=float, default=1e-7, metavar="RATE", help="the first rate; without it 1e-7")

@@ -1,6 +1,5 @@
 """echelon new NAME: writes a small recipe of your own into the current folder, with YAML and test."""
 
-import argparse
 import importlib.util
 import keyword
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from trainer.config.compose import CONF, choices
 from trainer.errors import ConfigError, printable
+from trainer.process.arguments import ArgumentParser
 from trainer.process.calling import echelon, this_python
 from trainer.process.exit import run_guarded
 
@@ -146,7 +146,7 @@ def refuse(name: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="echelon new", description=__doc__)
+    parser = ArgumentParser(prog="echelon new", description=__doc__)
     parser.add_argument("name", metavar="NAME", help="of the recipe and its module, as in my_task")
     given = parser.parse_args()
     return run_guarded(lambda: new(given.name))

@@ -11,6 +11,7 @@ from trainer.config.check import check
 from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit
+from trainer.process.arguments import ArgumentParser
 from trainer.run_dir import is_run, refuse_unreadable, stored_config
 
 WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all keys
@@ -88,7 +89,7 @@ def read(folder: Path) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="echelon resume", description=__doc__)
+    parser = ArgumentParser(prog="echelon resume", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument(
         "overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help="replaces a setting, as for the command"

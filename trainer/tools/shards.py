@@ -1,6 +1,5 @@
 """echelon shards index|verify|stat|pack: prepares and checks tar shards before a run."""
 
-import argparse
 import json
 import os
 import signal
@@ -23,6 +22,7 @@ from trainer.data.shards.tar import split_name
 from trainer.data.shards.writer import refuse_member, write_shards
 from trainer.errors import ConfigError, DataError, UnavailableError, printable, refuse_remote, require
 from trainer.files import special
+from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 
 
@@ -170,7 +170,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="echelon shards", description=__doc__)
+    parser = ArgumentParser(prog="echelon shards", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (index, verify, stat):
         made = commands.add_parser(command.__name__, help=(command.__doc__ or "").partition(".")[0])

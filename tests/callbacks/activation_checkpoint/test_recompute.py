@@ -1,6 +1,7 @@
 """Bytes and FLOPs by hand, bits, random numbers of kept operations, and what torch.compile makes of it."""
 
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from support.activations import Stack, batch, equal, flops, kept, results, wrapp
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.callbacks.activation_checkpoint import recompute
+from trainer.errors import ConfigError
 
 POLICIES: list[dict[str, Any]] = [{"policy": "full"}, {"every": 2}, {"policy": "selective"}]
 
@@ -120,6 +123,48 @@ def test_running_statistics_count_a_batch_once(policy, momentum, frozen):
     assert equal(*states) and equal(*([p.grad for p in net.parameters()] for net in nets))
     counted = nets[1].blocks[0][1]
     assert counted.momentum == momentum and counted.num_batches_tracked == (0 if frozen else 2)
+
+
+class Counting(nn.Module):
+    """Has buffers that a forward pass changes in place, and anew: spectral_norm's, and its own."""
+
+    def __init__(self, once: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.once = spectral_norm(nn.Linear(8, 8)), once
+        for name in ("calls", "mean", "constant"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+        if self.once and self.calls[0] > self.once:
+            self.constant += 1
+        return torch.tanh(self.linear(x)) + self.mean
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_second_run_has_the_buffers_of_the_first_and_leaves_them_alone(policy):
+    block = Counting()
+    nets = deepcopy(block), deepcopy(block)
+    nets[1].forward = recompute.Recompute(nets[1], policy == "selective")
+    for x in torch.randn(3, 2, 6, 8):  # two micro-batches of a step
+        for net in nets:
+            (net(x[0]).square().sum() + net(x[1]).square().sum()).backward()
+    assert equal(*([p.grad for p in net.parameters()] for net in nets))
+    states = [net.state_dict() for net in nets]
+    assert states[1]["calls"][0] == 6 and equal(*(list(state.values()) for state in states))
+
+
+def test_a_buffer_that_only_a_later_pass_changes_is_refused():
+    net = Counting(once=1)
+    net.forward = recompute.Recompute(net, False)
+    net(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(
+        ConfigError, match=r"^callbacks\.activation_checkpoint: Counting changes its buffer constant in a"
+    ):
+        net(torch.ones(2, 8))
 
 
 @torch.library.custom_op("echelon_test::attend", mutates_args=())

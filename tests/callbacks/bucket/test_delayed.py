@@ -99,7 +99,7 @@ def test_one_of_the_root_module_is_reduced_once():
 
 
 def unused(place: Place, recipe: type[Stack], late: list[str]) -> str:
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         fit(place, {"bucket": Bucket(late=late)}, recipe)
     return str(caught.value)
 

@@ -229,6 +229,15 @@ def test_settings_of_ddp_are_refused(setting):
         arrange({"shard": Shard(3, offload=True)}, {"fp16"})
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_gradient_is_refused(register):
+    model, trainer, group = Toy().model(), SimpleNamespace(recipe=Toy()), SimpleNamespace()
+    name, weight = next(model.named_parameters())
+    getattr(weight, register)(lambda *_: None)
+    with pytest.raises(ConfigError, match=rf"^callbacks\.shard\.stage=3: {name} has a hook .*; set callbacks.shard.st"):
+        stage3.fully_shard(trainer, model, group, None, None)  # pyright: ignore[reportArgumentType] parts of them
+
+
 def test_offload_on_a_cpu_is_told(monkeypatch, caplog):
     monkeypatch.setattr(stage3, "FSDP", lambda *_, **__: SimpleNamespace(buckets=list))
     trainer: Any = SimpleNamespace(recipe=Toy(), callbacks={}, device=torch.device("cpu"), world=3, step=0)

@@ -169,6 +169,15 @@ def test_six_passes(codec, where, monkeypatch):
     assert len(flat) <= passes.elements - reduce.before <= 1.2 * len(flat)
 
 
+@pytest.mark.parametrize("density", [0.01, 0.1])
+@pytest.mark.parametrize("n", [68, 1000, 65536, 200_001])
+def test_bytes_are_those_of_the_card(n, density):
+    flat, k = normal(n), math.ceil(density * n)
+    for codec, each in ((TopK(density), 4), (DGC(density, warmup_steps=0), 6)):
+        payload = codec.encode(flat, bucket(flat, 0))
+        assert payload.nbytes == math.ceil((each * k + 4 * math.ceil(n / 65536)) / 4) * 4
+
+
 @pytest.mark.parametrize("density", [0.0, -1.0, 1.5, float("nan")])
 def test_density(density):
     with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress\.density="):

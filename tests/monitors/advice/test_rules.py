@@ -23,6 +23,7 @@ OPEN = Run(
 )  # fmt: skip
 CLOSED = replace(OPEN, accepts=lambda name: False)
 STEP = {"time/step": 1.0, "time/forward": 0.2, "time/backward": 0.4}
+SHORT = {"time/step": 0.022, "time/data_max": 0.0199}  # what workers take to hand a batch over
 SLOW = {**STEP, "time/communication_min": 0.2}
 
 # Rule -> numbers at the limit, numbers beyond it, run, settings that answer.
@@ -50,6 +51,8 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("communication", {}, SLOW, replace(CLOSED, profiles=True), "callbacks.profiler.with_stack=true"),
     ("data_wait", {**STEP, "time/data_max": 0.05}, {**STEP, "time/data_max": 0.051}, OPEN, "data.workers=4"),
     ("data_wait", {}, {**STEP, "time/data_max": 0.2}, replace(OPEN, workers=0), "data.workers=2"),
+    ("data_wait", SHORT, {**SHORT, "time/data_max": 0.02}, replace(OPEN, workers=0), "data.workers=2"),
+    ("utilisation_swing", SHORT, {**SHORT, "gpu/utilisation_spread": 0.2}, OPEN, "'+callbacks=[profiler]'"),
     ("data_wait", {}, {**STEP, "time/data_max": 0.2}, replace(OPEN, workers=8), "data.prefetch=4"),
     ("checkpoint", {"advice/checkpoint": 0.035}, {"advice/checkpoint": 0.036, **STEP}, OPEN,
      "trainer.checkpoint.every=auto"),

@@ -104,6 +104,28 @@ def test_the_image_has_what_the_package_is_built_from(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     names = zipfile.ZipFile(next(tmp_path.glob("dist/*.whl"))).namelist()
-    assert {"trainer/main.py", "trainer/conf/config.yaml", "recipes/bert.py"} <= set(names)
-    (install,) = [line for line in lines if line.startswith("RUN ")]
-    assert install == 'RUN pip install --no-cache-dir -c constraints.txt ".[recipes]"'
+    assert {"trainer/main.py", "trainer/conf/config.yaml", "recipes/bert.py", "echelon/__init__.py"} <= set(names)
+
+
+def test_the_image_has_all_packages_a_compiler_and_remote_dma():
+    """`compile` needs g++; NCCL opens libibverbs.so.1, and that the provider of the card."""
+    text = (CLUSTER / "Dockerfile").read_text().replace("\\\n", " ")
+    project = (ROOT / "pyproject.toml").read_text()
+    (packages,) = re.findall(r"^only-include = (\[.*\])$", project, re.MULTILINE)
+    copied = {line.split()[1] for line in text.splitlines() if line.startswith("COPY ")}
+    assert set(json.loads(packages)) <= copied
+    system, install = [line for line in text.splitlines() if line.startswith("RUN ")]
+    assert {"g++", "libibverbs1", "ibverbs-providers"} <= set(system.split())
+    (extras,) = re.findall("^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    assert all(f"\n{extra} = [" in project for extra in extras.split(",")) and "recipes" in extras.split(",")
+    assert install == 'RUN pip install --no-cache-dir -c constraints.txt ".[$EXTRAS]"'
+
+
+def test_pods_ask_for_remote_dma():
+    jobs = PYTORCHJOB["spec"]["pytorchReplicaSpecs"]
+    (node,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
+    pods = [jobs["Master"]["template"], jobs["Worker"]["template"], node["template"]["spec"]["template"]]
+    containers = [container for pod in pods for container in pod["spec"]["containers"]]
+    assert [c["securityContext"] for c in containers] == [{"capabilities": {"add": ["IPC_LOCK"]}}] * 3
+    limits = [containers[0]["resources"]["limits"], TRAINJOB["spec"]["trainer"]["resourcesPerNode"]["limits"]]
+    assert limits == [{"nvidia.com/gpu": 8, "rdma/hca_shared_devices_a": 1}] * 2

@@ -23,8 +23,6 @@ from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.apply import refuse_other_job, switch
 from trainer.tools.tune.configs import node
 
-TOY = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=toy"]
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -38,26 +36,23 @@ def config_of(run: Path) -> dict[str, Any]:
     return {**config, "trainer": {**config["trainer"], "run_dir": str(run)}}
 
 
-def words_of(run: Path, choice: Choice, argv: list[str] = TOY) -> list[str]:
+def words_of(run: Path, choice: Choice) -> list[str]:
     """The arguments of the command that resumes the job."""
-    stop, _, command = switch(config_of(run), argv, choice, 2, "mine", run).partition(", then: ")
+    stop, _, command = switch(config_of(run), choice, 2, "mine", run).partition(", then: ")
     assert stop == f"stop {run} by SIGTERM"
     return shlex.split(command)[len(echelon()) :]
 
 
 def test_the_command_has_the_result_and_goes_on_with_the_job(run: Path) -> None:
     choice = Choice({"shard": {"stage": 1}}, {"micro_batch": 2, "accumulate": None})
-    own = ["micro_batch=4", "+tuned=old", "trainer.resume=x", "optimizer.lr=1"]
-    goes_on = ["+tuned=mine", f"trainer.run_dir={run}", "trainer.resume=auto"]
-    assert words_of(run, choice, [*TOY, *own]) == [*TOY, "optimizer.lr=1", *goes_on]
-    assert words_of(run, choice, ["recipe=toy"]) == ["recipe=toy", "--config-dir", str(run.resolve()), *goes_on]
+    assert words_of(run, choice) == ["resume", str(run), "--config-dir", str(run.resolve()), "+tuned=mine"]
     assert words_of(run, Choice({"overlap": {}}, {}))[-1] == "trainer.accept=[callbacks]"  # it has state
     assert [path.name for path in run.iterdir()] == ["config.yaml"]
 
 
 def test_what_a_resume_refuses_has_no_command(run: Path) -> None:
     choice = Choice({}, {"micro_batch": 5, "accumulate": None})
-    said = switch(config_of(run), TOY, choice, 2, "mine", run)
+    said = switch(config_of(run), choice, 2, "mine", run)
     assert said.startswith(f"{run} keeps its config: a resume would refuse the result (batch=12: does not divide")
 
 
@@ -89,7 +84,7 @@ def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
     with running(run):
         put(run / "ckpt", 7, world=8)
         (run / CHECKPOINTED).write_text(str(run / "ckpt"))
-        assert "its newest checkpoint is of 8 rank(s), and the result of 2" in switch(config, TOY, choice, 2, "x", run)
+        assert "its newest checkpoint is of 8 rank(s), and the result of 2" in switch(config, choice, 2, "x", run)
         put(run / "ckpt", 8, world=2)
         refuse_other_job(config)  # such settings change nothing that was proven
         with pytest.raises(ConfigError, match=r"recipe\.samples=5: .* has \d+, and a result is proven for one config"):

@@ -195,7 +195,7 @@ def test_a_job_is_resumed_with_the_result_by_the_printed_command(folder: Path) -
     assert job.returncode == STOPPED, (out, err)
     taken = metrics.read_text().count("\n")
     resumed = shlex.split(command)
-    resumed = resumed[resumed.index("--config-dir") :]
+    resumed = resumed[resumed.index("resume") :]
     with popen(resumed, folder, MAIN, **variables(folder)) as job:
         try:
             until(lambda: metrics.read_text().count("\n") > taken, job)

@@ -1,14 +1,16 @@
 """Runs a block so that it keeps its inputs, or its inputs and the results of costly operations, and runs again."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from trainer.errors import ConfigError
 
 # Of CPU and CUDA. An operation that this version of torch lacks is never met.
 PRODUCTS = {
@@ -23,13 +25,15 @@ ATTENTION = {
     "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flex_attention",
 }  # fmt: skip
 KEPT = PRODUCTS | ATTENTION
+Place = tuple[nn.Module, str]  # a module, and the name of a buffer in it
+Buffers = dict[Place, Tensor]
 
 
 class Recompute:
     """A block's `forward` that runs again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
 
-    The second run leaves the running statistics of BatchNorm alone. In a compiled block, only the graph of the forward
-    pass changes them.
+    The second run begins with the buffers of the first one, and leaves the block's own alone: running statistics of
+    BatchNorm, vectors of spectral_norm, counters. In a compiled block, only the graph of the forward pass changes them.
 
     Dynamo traces `__call__`, so a compiled block has the recomputation in its graph. Dynamo would skip a
     `functools.partial` of torch's `checkpoint`, and compile nothing.
@@ -46,20 +50,69 @@ class Recompute:
         self.forward, self.on = block.forward, True
         self.knobs: dict[str, Any] = {"context_fn": CONTEXTS} if selective else {}
         self.norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+        self.changing = Changing(m for m in block.modules() if not isinstance(m, _BatchNorm))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         knobs = self.knobs
-        if self.norms and not torch.compiler.is_compiling():
-            knobs = {"context_fn": partial(contexts_for, self.norms, self.knobs.get("context_fn"))}
+        if (self.norms or self.changing.places) and not torch.compiler.is_compiling():
+            knobs = {"context_fn": partial(contexts_for, self.norms, self.changing, self.knobs.get("context_fn"))}
         return checkpoint(self.forward, *args, use_reentrant=False, **knobs, **kwargs)
 
 
-def contexts_for(norms: Sequence[_BatchNorm], own: Callable[[], Any] | None) -> tuple[Any, Any]:
-    """Return the contexts of the first run and of the second, in which running statistics stay."""
+class Changing:
+    """The buffers that forward passes of a block change, which a second run must not change again."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.places = [(module, name) for module in modules for name in module._buffers]
+        self.moving: set[Place] | None = None  # those that the first pass of all has changed
+
+    @contextmanager
+    def noted(self, before: Buffers, inner: Any) -> Iterator[None]:
+        """Put the buffers that a first run changes into `before`, as they were.
+
+        Raises:
+            ConfigError: A later pass changes others than the first.
+        """
+        found = {place: value for place in self.places if (value := self._value(place)) is not None}
+        versions = {place: value._version for place, value in found.items()}
+        moving = found.keys() if self.moving is None else self.moving
+        before |= {place: value.clone() for place, value in found.items() if place in moving}
+        with inner:
+            yield
+        changed = {p for p, value in found.items() if self._value(p) is not value or value._version != versions[p]}
+        self.moving = changed if self.moving is None else self.moving
+        for module, name in changed - self.moving:
+            raise ConfigError(
+                f"callbacks.activation_checkpoint: {type(module).__name__} changes its buffer {name} in a later "
+                "forward pass, and not in the first; leave its block out by callbacks.activation_checkpoint.blocks"
+            )
+        for place in before.keys() - changed:
+            del before[place]
+
+    def _value(self, place: Place) -> Tensor | None:
+        return place[0]._buffers.get(place[1])
+
+    @contextmanager
+    def kept(self, before: Buffers, inner: Any) -> Iterator[None]:
+        """Let a second run have the buffers of `before`, and put back the present ones."""
+        present = {(module, name): module._buffers[name] for module, name in before}
+        for (module, name), value in before.items():
+            module._buffers[name] = value.clone()
+        try:
+            with inner:
+                yield
+        finally:
+            for (module, name), value in present.items():
+                module._buffers[name] = value
+
+
+def contexts_for(norms: Sequence[_BatchNorm], changing: Changing, own: Callable[[], Any] | None) -> tuple[Any, Any]:
+    """Return the contexts of the first run and of the second, in which buffers stay."""
     first, second = own() if own else (nullcontext(), nullcontext())
-    return first, statistics_kept(norms, second)
+    before: Buffers = {}
+    return changing.noted(before, first), statistics_kept(norms, changing.kept(before, second))
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class DelayedParameters:
     def _refuse(self, missing: list[Tensor]) -> None:
         if missing:
             names = ", ".join(self.names[p] for p in missing)
-            raise RuntimeError(
+            raise ConfigError(
                 f"bucket: no gradient for {names} in the last micro-batch of a step; use every parameter in every "
                 "loss, or leave these out of callbacks.bucket.late"
             )

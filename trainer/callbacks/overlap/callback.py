@@ -13,6 +13,7 @@ from trainer.callbacks.overlap.send_order import PASSES, Record
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce
+from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.optim.partial_step import PartialStep
 from trainer.optim.wrapper import OptimizerProxy
@@ -69,6 +70,8 @@ class Overlap(Callback):
 
     def on_fit_start(self, trainer) -> None:
         log.info("overlap: train/grad_norm is not reported, since no moment has all reduced gradients")
+        if set(trainer.parameters).difference(*self.record.layout):  # DDP still waits for some of them
+            self._refuse_missing([p for p in trainer.parameters if p not in self.record.ready_s])
         needs = self.record.end()
         self.buckets = [DeferredBucket(params) for params in self.record.layout]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
@@ -110,18 +113,20 @@ class Overlap(Callback):
             sending.mean = self.background.submit(self.reduce, sending.flat, sending.bucket)
             self.sent += 1
 
+    def _refuse_missing(self, missing: list[Tensor]) -> None:
+        names: dict[Tensor, str] = {p: name for name, p in self.trainer.module.named_parameters()}
+        raise ConfigError(
+            f"overlap: no gradient for {', '.join(names[p] for p in missing)} in the last micro-batch of a step; use "
+            "every parameter in every loss, or set trainer.ddp.find_unused_parameters=true, or leave overlap out"
+        )
+
     def defer(self) -> None:
         """Defer the step of every bucket, at this step's learning rates."""
         self._finish(self.pending)  # empty, unless the recipe bypassed the model's forward pass
         if self.trainer.options.ddp.find_unused_parameters:
             self._send_unused()
         elif self.sent < len(self.order):
-            names: dict[Tensor, str] = {p: name for name, p in self.trainer.module.named_parameters()}
-            missing = [names[p] for bucket in self.buckets for p in bucket.params if p in bucket.missing]
-            raise RuntimeError(
-                f"overlap: no gradient for {', '.join(missing)} in the last micro-batch of a step; use every parameter "
-                "in every loss, or set trainer.ddp.find_unused_parameters=true, or leave overlap out"
-            )
+            self._refuse_missing([p for bucket in self.buckets for p in bucket.params if p in bucket.missing])
         self.steps.note()
         for bucket in self.buckets:
             bucket.missing = set(bucket.params)

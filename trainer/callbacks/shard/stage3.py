@@ -43,6 +43,7 @@ def fully_shard(
     **knobs: bool,
 ) -> FSDP:
     """Lay the model out in rows over the ranks of `group`."""
+    refuse_hooks(model)
     found = find_blocks(trainer.recipe, model, blocks, "callbacks.shard.blocks")
     copied = any(Role.AVERAGE in (callback.role, *callback.also) for callback in trainer.callbacks.values())
     strategy = FSDP(model, found, group, across, trainer.device, copied=copied, step=lambda: trainer.step, **knobs)
@@ -51,6 +52,16 @@ def fully_shard(
         log.warning("shard: offload=true frees nothing on the CPU, whose memory is the host's")
     log.info("shard: %d units in rows over %d of %d ranks", units, group.size(), trainer.world)
     return strategy
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise ConfigError if a parameter has a hook for its gradient: FSDP2 replaces the parameter, without its hooks."""
+    for name, p in model.named_parameters():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"callbacks.shard.stage=3: {name} has a hook for its gradient, and rows of it would have none; set "
+                "callbacks.shard.stage=2, or change the gradient in a callback's on_before_optimizer_step"
+            )
 
 
 def conflicts(offload: bool) -> dict[Any, str]:

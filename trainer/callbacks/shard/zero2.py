@@ -128,7 +128,7 @@ class ZeRO2(ZeRO1):
             return
         missing = self.missing[self.bucket_of[p]]
         if p not in missing:
-            raise RuntimeError(f"shard: {self.names[p]} has two gradients in one backward pass; set stage=1")
+            raise ConfigError(f"shard: {self.names[p]} has two gradients in one backward pass; set stage=1")
         if not self.begun:
             self.begun = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -184,7 +184,7 @@ class ZeRO2(ZeRO1):
     def _refuse_missing(self, missing: list[Any]) -> None:
         if missing:
             names = ", ".join(self.names[p] for p in missing)
-            raise RuntimeError(
+            raise ConfigError(
                 f"shard: no gradient for {names} in the last micro-batch of a step; use every parameter in every loss, "
                 "or set callbacks.shard.stage=1 with trainer.ddp.find_unused_parameters=true"
             )

@@ -20,7 +20,8 @@ class DGC(Sparse):
     u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v become zero.
 
     DGC keeps the unsent part itself: nothing is left to error feedback around it. Memory: one copy of the reduced
-    tensor, two with momentum. Bytes: 6 * density * n + n / 16384 from each rank to each other.
+    tensor, two with momentum. Bytes from each rank to each other, for each bucket:
+    6 * ceil(density * n) + 4 * ceil(n / 65536).
 
     Args:
         density: Share of a bucket's elements that a rank sends after the warm-up.

@@ -12,7 +12,8 @@ class TopK(Sparse):
     """Sends the elements of largest magnitude of each bucket (Aji and Heafield 2017, arXiv:1704.05021), by all-gather.
 
     A threshold estimated from samples replaces a sort, so the choice is approximate. Values are sent as bfloat16, and
-    the rounding error stays with the unsent part. Bytes: 4 * density * n + n / 16384 from each rank to each other.
+    the rounding error stays with the unsent part. Bytes from each rank to each other, for each bucket:
+    4 * ceil(density * n) + 4 * ceil(n / 65536).
 
     Args:
         density: Share of a bucket's elements that a rank sends.

@@ -12,22 +12,24 @@ from typing import BinaryIO
 
 FOLDER = "echelon-shards"  # in data.cache_dir; nothing outside of it is deleted
 SHARD = re.compile(r"(\.part-)?[0-9a-f]{64}")  # other files in the folder are not deleted
+OWN = re.compile(rf"\.lock|({SHARD.pattern})(\.idx)?")  # all that is in the folder beside the marker
 MARKER = "CACHEDIR.TAG"  # backup programs leave out a folder with such a file
 TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# Shards that Echelon has downloaded or unpacked, and deletes.\n"
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of shards, marked as Echelon's.
+    """Make the folder of shards, marked as Echelon's. A program that deletes old files may have deleted the marker.
 
     Raises:
-        OSError: The folder can't be made, is a link, or holds files and has no marker.
+        OSError: The folder can't be made, is a link, or holds other files and has no marker.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
         raise OSError(errno.ELOOP, "is a link; remove it", str(folder))
     if is_regular(folder / MARKER):
         return
-    if os.listdir(folder) and not is_regular(folder / MARKER):  # another process marks it before all else
+    foreign = any(name != MARKER and not OWN.fullmatch(name) for name in os.listdir(folder))
+    if (foreign or (folder / MARKER).is_symlink()) and not is_regular(folder / MARKER):  # another process may mark it
         raise OSError(errno.EEXIST, f"holds files, and no {MARKER} of Echelon's; move them", str(folder))
     with open(folder / MARKER, "wb", opener=open_regular) as file:
         file.write(TAG)

@@ -119,7 +119,8 @@ class Advice(Callback):
             return
         self.file.close()
         if sys.exc_info()[1] is None:  # else the error is the last word
-            lines = list(self.said.values())
+            followed = f"data.workers={self.run.workers}"  # a resume has it already
+            lines = [line for line in self.said.values() if line["config"] != followed]
             for line in lines[:MOST]:
                 log.info("advice      %s; try %s", line["text"], line["config"])
             if len(lines) > MOST:

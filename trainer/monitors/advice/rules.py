@@ -9,6 +9,7 @@ UTILISATION = 0.85  # of a GPU's time
 SWING = 0.15  # between the largest and the smallest sample of utilisation
 COMMUNICATION = 0.3  # of the forward and backward passes
 DATA = 0.05  # of the step
+HANDOVER = 0.02  # in a shorter wait for data, a step gains nothing from workers: the handover takes as long
 CHECKPOINT = 0.035  # of the steps since the first logged one
 STRAGGLER = 0.1  # of the step, between what the slowest and the fastest rank compute
 SKEW = 0.2  # of the largest peak of memory
@@ -111,7 +112,7 @@ def communication(numbers: Numbers, run: Run) -> Finding | None:
 
 
 def data_wait(numbers: Numbers, run: Run) -> Finding | None:
-    share = share_of("data", numbers)
+    share = wait_share("data", numbers)
     if share <= DATA:
         return None
     text = f"steps wait for data for {100 * share:.3g}% of their time, more than {DATA:.0%}"
@@ -246,6 +247,12 @@ def share_of(part: str, numbers: Numbers) -> float:
     return seconds(part, numbers) / step if step else 0.0
 
 
+def wait_share(part: str, numbers: Numbers) -> float:
+    """Return the share of a step's wait; 0 for a wait for data that workers could not shorten."""
+    short = part == "data" and seconds(part, numbers) < HANDOVER
+    return 0.0 if short else share_of(part, numbers)
+
+
 def seconds(part: str, numbers: Numbers) -> float:
     """Return the part's seconds; 0 if it is unknown. A wait for the rank that lacks data is no communication."""
     return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", 0.0)
@@ -260,8 +267,8 @@ def exposed(numbers: Numbers) -> float:
 def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
     """Return the longest wait of a step, with the settings that answer; None if no wait counts."""
     waits = {"data": faster_data, "communication": less_waiting, "checkpoint": rarer_checkpoints}
-    part = max(waits, key=lambda part: share_of(part, numbers))
-    share = share_of(part, numbers)
+    part = max(waits, key=lambda part: wait_share(part, numbers))
+    share = wait_share(part, numbers)
     if share <= DATA:
         return None
     return f"steps wait {share:.0%} of their time for {part}", waits[part](run) or trace(run)

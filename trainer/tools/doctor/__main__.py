@@ -15,6 +15,7 @@ from typing import Any
 from trainer import timeouts
 from trainer.errors import ConfigError, printable, require
 from trainer.files import refuse_folder
+from trainer.process.arguments import ArgumentParser
 from trainer.process.environment import Place, detect
 from trainer.process.exit import die_with_parent, run_guarded
 from trainer.tools.doctor import disk, gpus, machine, network, software
@@ -125,7 +126,7 @@ def run(devices: int | None, folder: Path, json_file: Path | None, timeout: floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="echelon doctor", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--devices", type=int, help="ranks to start on this machine, as trainer.devices does")

@@ -55,15 +55,11 @@ def processor(proc: Path, sys: Path) -> Iterator[Finding]:
 
 
 def memory(proc: Path, sys: Path) -> Iterator[Finding]:
-    lines = (line.replace(":", " ").split() for line in read(proc / "meminfo").splitlines())
-    known = {line[0]: int(line[1]) << 10 for line in lines}
-    if not {"MemTotal", "MemAvailable"} <= known.keys():
+    found = cgroup.available_memory(proc, sys)
+    if found is None:
         yield Finding("memory", "unknown", NOTE, f"{proc / 'meminfo'} can't be read")
         return
-    total, free, of = known["MemTotal"], known["MemAvailable"], ""
-    if (limit := cgroup.memory(proc, sys)) and limit.value < total:
-        total, of = int(limit.value), " of the control group"
-        free = min(free, total - cgroup.memory_used(limit.group))
+    total, free, of = found.total, found.free, " of the control group" if found.limited else ""
     few = free < GIB
     yield Finding(
         "memory", f"{size(free)} free of {size(total)}{of}" if few else f"{size(total)}{of}", WARNING if few else OK,

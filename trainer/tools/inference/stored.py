@@ -17,6 +17,7 @@ from trainer.interactive.predictions import Predictions
 from trainer.launch.function import launch
 from trainer.log import log_to_terminal
 from trainer.precision import Precision
+from trainer.process.arguments import ArgumentParser
 from trainer.process.environment import detect
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.run_dir import find_checkpoint
@@ -41,9 +42,9 @@ class Request:
         return f"CHECKPOINT={self.checkpoint}"
 
 
-def parser(name: str, description: str) -> argparse.ArgumentParser:
+def parser(name: str, description: str) -> ArgumentParser:
     """Return a parser of the arguments that both tools take."""
-    made = argparse.ArgumentParser(prog=f"echelon {name}", description=description)
+    made = ArgumentParser(prog=f"echelon {name}", description=description)
     made.add_argument("checkpoint", help="runs/NAME, ckpt/last.pt, a run's folder of checkpoints, or a folder step-*")
     made.add_argument("--split", default="val", help="which data: the argument of recipe.data (default: val)")
     made.add_argument("--devices", default="auto", help="ranks; auto: one for each GPU, or one (default)")

@@ -1,6 +1,5 @@
 """echelon report RUN...: writes one self-contained HTML page about runs, side by side."""
 
-import argparse
 import sys
 import time
 import webbrowser
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from trainer.errors import ConfigError, printable
 from trainer.files import refuse_folder, write_whole
+from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.tools.report.page import make_page
 from trainer.tools.report.run import names_of, read_run
@@ -43,7 +43,7 @@ def report(folders: list[Path], out: Path | None, shows: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="echelon report", description=__doc__)
+    parser = ArgumentParser(prog="echelon report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument("--out", type=Path, help="the page; RUN/report.html, or report.html for several runs")
     parser.add_argument("--open", action="store_true", help="shows the page in a browser")

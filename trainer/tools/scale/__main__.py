@@ -19,6 +19,7 @@ from trainer.config.compose import CONF, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.files import refuse_folder
 from trainer.log import show
+from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.tools.measure.plot import require_matplotlib
 from trainer.tools.scale.machines import PRESETS, find
@@ -91,7 +92,7 @@ def refuse_conflicts(config: dict[str, Any]) -> None:
 
 
 def command() -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "echelon scale",
         description=__doc__,
         epilog=KEYS,

@@ -107,7 +107,7 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
         return UNCHANGED
     say(f"result     {path}: use it by +tuned={name}{hint(folder, argv, choice)}")
     if options.apply:
-        say(f"apply      {switch(config, argv, choice, place.world, name, folder)}")
+        say(f"apply      {switch(config, choice, place.world, name, folder)}")
     return 0
 
 

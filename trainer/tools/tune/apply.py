@@ -1,7 +1,6 @@
 """Says how a running job is stopped and resumed with a result, if a resume with the result would be accepted."""
 
 import shlex
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,8 +76,11 @@ def training(config: dict[str, Any]) -> dict[str, Any]:
     return {"+callbacks": sorted(callbacks), "trainer.precision": config["trainer"]["precision"], **found}
 
 
-def switch(config: dict[str, Any], argv: Sequence[str], choice: Choice, world: int, name: str, folder: Path) -> str:
-    """Return how to stop the job and resume it with the result, or why it can't be resumed with it."""
+def switch(config: dict[str, Any], choice: Choice, world: int, name: str, folder: Path) -> str:
+    """Return how to stop the job and resume it with the result, or why it can't be resumed with it.
+
+    The job keeps its own settings: what it was started with need not be what the search was given.
+    """
     run_dir = Path(config["trainer"]["run_dir"])
     try:
         _, job = read_job(run_dir)
@@ -88,10 +90,7 @@ def switch(config: dict[str, Any], argv: Sequence[str], choice: Choice, world: i
         return f"{run_dir} keeps its config: its newest checkpoint is of {ranks} rank(s), and the result of {world}"
     if why := refusal(merge(job, choice), world):
         return f"{run_dir} keeps its config: a resume would refuse the result ({why})"
-    left_out = {"trainer.resume", "trainer.run_dir", "tuned", *choice.settings}
-    words = [word for word in argv if word.partition("=")[0].lstrip("+") not in left_out]
-    words += [] if "--config-dir" in words else ["--config-dir", str(folder.resolve())]
-    words += [f"+tuned={name}", f"trainer.run_dir={run_dir}", "trainer.resume=auto"]
+    words = ["resume", str(run_dir), "--config-dir", str(folder.resolve()), f"+tuned={name}"]
     more = state_keepers(merge(job, choice)) - state_keepers(job)
     if more and "callbacks" not in job["trainer"]["accept"]:
         words.append("trainer.accept=[callbacks]")  # a resume refuses new callbacks with state
