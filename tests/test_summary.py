@@ -66,7 +66,7 @@ def test_samples_are_named_unless_a_collective_has_failed(error: Any, place: str
     assert getattr(error, "place", None) == place and error.given == "batch=4, micro_batch=2"
 
 
-@pytest.mark.parametrize("name", ["plain", "a b", "$(touch x);`y`'q", 'a"b', "back\\slash", "-r", "a,b", "[x]", "${y}"])
+@pytest.mark.parametrize("name", ["plain", "a b", "$(touch x);`y`'q", 'a"b', "back\\slash", "-r", "a,b", "[x]", '\\"'])
 def test_a_printed_command_can_be_typed_whatever_the_name_of_the_run(name, tmp_path, monkeypatch):
     """Hydra's own parser and the shell's rules read the words back."""
     from hydra.core.override_parser.overrides_parser import OverridesParser

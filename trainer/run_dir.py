@@ -183,15 +183,15 @@ def refuse_unreadable(folder: Path) -> None:
     Raises:
         ConfigError: The system refuses, or a pipe, a socket or a device lies where a run has files.
     """
+    key = f"RUN={printable(str(folder))}"
     try:
-        (folder / "config.yaml").stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            (folder / "config.yaml").stat()
     except OSError as error:
-        key = f"RUN={printable(str(folder))}"
         raise ConfigError(f"{key}: can't be read: {error.strerror}; give a folder that you may read") from None
     if found := special(folder) or special(folder / "logs"):
-        raise ConfigError(f"RUN={printable(str(folder))}: {printable(found.name)} is no file, and would be waited for")
+        name = printable(found.name)
+        raise ConfigError(f"{key}: {name} is a pipe, a socket or a device, and no run writes one; remove it")
 
 
 def stored_config(file: Path) -> io.StringIO:

@@ -173,7 +173,10 @@ def named(path: Path) -> str:
 def quoted(path: Path) -> str:
     """Return the path as a value that Hydra reads as this text."""
     plain = re.fullmatch(r"[\w./@:+-][\w./@:+ -]*", str(path), re.ASCII)
-    return str(path) if plain else '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if plain:
+        return str(path)
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + found[2].replace('"', r"\""), str(path))
+    return f'"{escaped}"'
 
 
 def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str:

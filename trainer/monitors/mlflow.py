@@ -154,7 +154,7 @@ class MLflow(SendingLogger):
 
 
 def valid(name: str) -> str:
-    """Return a name that MLflow takes. Of a path, each part is the name of a file."""
+    """Return a name that MLflow takes: a path, each part of which is the name of a file."""
     parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
     return "/".join(part if part.strip(". ") else "_" * max(len(part), 1) for part in parts)
 

@@ -144,7 +144,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
     (tmp_path / "summary.json").write_text("{}")
     os.mkfifo(tmp_path / name)
     for read in (lambda: read_run(tmp_path, "r", 1), lambda: stored(tmp_path)):
-        with pytest.raises(ConfigError, match=f"{Path(name).name} is no file, and would be waited for"):
+        with pytest.raises(ConfigError, match=f"{Path(name).name} is a pipe, a socket or a device"):
             read()
 
 
