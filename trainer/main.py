@@ -71,6 +71,23 @@ def prepare() -> None:
     tolerate_closed_pipes()
     raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
+    if code := run_guarded(refuse_logs):
+        sys.exit(code)
+
+
+def refuse_logs() -> int:
+    """Refuse a TORCH_LOGS that torch can't read: its import would raise. Only torch knows the names.
+
+    Raises:
+        ConfigError: It has an unknown name.
+    """
+    if logs := os.environ.get("TORCH_LOGS"):
+        try:
+            import torch  # noqa: F401
+        except ValueError:
+            hint = "TORCH_LOGS=help python -c 'import torch' lists all"
+            raise ConfigError(f"TORCH_LOGS={printable(logs)}: torch knows no such name; {hint}") from None
+    return 0
 
 
 def run_and_exit(call: Callable[[], int]) -> NoReturn:

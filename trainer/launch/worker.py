@@ -66,8 +66,10 @@ def report(error: BaseException) -> None:
     if not path.exists():
         text, code = message(error), exit_code(error)
         content = {"time": time.time(), "text": text, "code": code, "in_collective": in_collective(error)}
-        with contextlib.suppress(OSError):
+        try:
             path.write_text(json.dumps(content))
+        except OSError:  # its folder is full, and may be the reason
+            print(fold(text), file=sys.stderr, flush=True)
 
 
 def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], place: Place) -> int:

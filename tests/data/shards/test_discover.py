@@ -77,5 +77,13 @@ def test_a_url_that_no_server_can_have_is_refused_at_once(url: str) -> None:
         find_shards(url)
 
 
+@pytest.mark.parametrize("braces", ["{0..999999999}", "{0..99}{0..99}", "{a,b}" * 30, "{999999999..0..2}"])
+def test_braces_that_mean_too_many_names_are_refused_at_once(braces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.shards.discover.MOST", 1000)
+    with pytest.raises(DataError, match="its braces mean more than 1,000 names"):
+        find_shards(f"http://h/{braces}.tar")
+    assert len(find_shards("http://h/{a-{0..9999..20},b-{1..500}}.tar")) == 1000
+
+
 def test_a_scheme_has_no_case() -> None:
     assert find_shards("HTTP://h/A.tar") == find_shards("http://h/A.tar")

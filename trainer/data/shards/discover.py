@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from trainer.data.remote.shard import Remote
 from trainer.errors import ConfigError, DataError
 from trainer.redact import redact_urls
 
+MOST = 1_000_000  # names that one pattern may mean
+RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}")
+
 
 def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:
     """Find the shards that a recipe names: paths, globs, URLs, programs, with braces (`train-{000..009}.tar`); sorted.
@@ -30,7 +34,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
     urls: list[str] = []
     for pattern in [data] if isinstance(data, str | Path) else data:
         try:
-            names = [str(pattern)] if os.path.isfile(pattern) else list(braceexpand(str(pattern)))
+            names = [str(pattern)] if os.path.isfile(pattern) else expanded(str(pattern))
         except ValueError as error:
             reason = redact_urls(f"{pattern}: is not a pattern ({error})")
             raise DataError(f"{reason}; write braces as {{000..009}} or {{a,b}}") from None
@@ -53,6 +57,19 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
 
     local = [kept(f"file://{path.absolute()}") if unpacks(path) else path for path in sorted(map(Path, files))]
     return [*local, *map(kept, sorted(urls, key=Path))]
+
+
+def expanded(pattern: str) -> list[str]:
+    """Return the names that the braces of a pattern mean.
+
+    Raises:
+        ValueError: The braces are unbalanced, or mean more than `MOST` names, which would fill the memory.
+    """
+    sizes = (abs(int(last) - int(first)) // max(1, int(step or 1)) + 1 for first, last, step in RANGE.findall(pattern))
+    names = list(itertools.islice(braceexpand(pattern), MOST + 1)) if max(sizes, default=0) <= MOST else []
+    if not 0 < len(names) <= MOST:
+        raise ValueError(f"its braces mean more than {MOST:,} names")
+    return names
 
 
 def unpacks(path: Path) -> bool:
