@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -297,3 +298,14 @@ def test_nothing_is_started(results, typed):
 def test_each_kind_of_setting_is_tried():
     """The table above doesn't shrink unnoticed."""
     assert len(parse(WITHOUT_TORCH)) > 50 and len(parse(WITH_TORCH)) > 15
+
+
+def test_the_limit_of_a_files_size_is_one_line(tmp_path):
+    """`ulimit -f`, in a user's shell or a batch system."""
+    words = [*TOY, *QUICK, "trainer.max_steps=2", "trainer.run_dir=runs/r"]
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); import trainer.main as m; m.main()"
+    )
+    done = run(words, tmp_path, [sys.executable, "-c", code])
+    assert (done.code, done.err.count("\n")) == (1, 1), done.err
+    assert "File too large; the limit is 1024 bytes (ulimit -f); raise it" in done.err

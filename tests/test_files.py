@@ -7,11 +7,13 @@ import logging
 import os
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 
 from trainer import files
-from trainer.files import Appended, sha256_of, sync, write_whole
+from trainer.errors import ConfigError
+from trainer.files import Appended, refuse_folder, sha256_of, sync, write_whole
 from trainer.log import log
 from trainer.process.stdio import Output
 from trainer.run_dir import LogFile
@@ -257,3 +259,15 @@ def test_a_hash_is_of_the_whole_file(monkeypatch):
     file = io.BytesIO(b"abc")
     file.seek(1)
     assert sha256_of(file) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_file_that_is_named_by_an_argument_is_no_device(tmp_path: Path) -> None:
+    """`--json /dev/full` of root would delete the device, and `--json /dev/stdout` a link of the system's."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/proc/self/fd/1")
+    for file in (tmp_path / "pipe", tmp_path / "link", Path("/dev/null")):
+        with pytest.raises(ConfigError, match=r"--json=.*: is a link, a device or a pipe, .*; name a file"):
+            refuse_folder("--json", file)
+    (tmp_path / "old.json").write_text("{}")
+    refuse_folder("--json", tmp_path / "old.json")
+    refuse_folder("--json", tmp_path / "new.json")

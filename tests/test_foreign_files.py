@@ -83,3 +83,9 @@ def test_a_package_that_is_installed_over_echelon_is_named(package, site, tmp_pa
     done = run([], tmp_path, MAIN, PYTHONPATH=str(site))
     assert done.code != 0 and done.err.count("\n") == 1, done.err
     assert re.search(f"{re.escape(str(file))} is another package's.*; give Echelon an environment of its own", done.err)
+
+
+def test_python_without_docstrings_runs_the_command(tmp_path):
+    """A docstring told Echelon's package from another one of its name, and `python -OO` has none."""
+    done = run(["--version"], tmp_path, MAIN, PYTHONOPTIMIZE="2")
+    assert (done.code, done.err) == (0, "") and done.out.startswith("echelon-trainer ")

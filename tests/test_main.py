@@ -292,3 +292,13 @@ def test_an_export_that_fails_leaves_the_summary(tmp_path):
 def test_a_usage_error_has_the_exit_code_of_a_config_error(words, line, tmp_path):
     done = run(words, tmp_path)
     assert done.code == 78 and done.err.splitlines()[-1].startswith(line)
+
+
+def test_torch_logs_that_torch_does_not_know_are_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.main", "recipe=x"], cwd=tmp_path, env={**os.environ, "TORCH_LOGS": "nonsense"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (78, "")
+    assert done.stderr.startswith("echelon: TORCH_LOGS=nonsense: torch knows no such name; ")
+    assert done.stderr.count("\n") == 1

@@ -1,5 +1,6 @@
 """Names of secrets, and the parts of values, URLs and commands that are hidden."""
 
+import base64
 import os
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from trainer.config.check import check_type
 from trainer.errors import ConfigError
-from trainer.redact import is_secret, redact, redact_argument, redact_text, redacted_keys
+from trainer.redact import is_secret, redact, redact_argument, redact_text, redacted_keys, remember
 
 SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
 
@@ -115,3 +116,28 @@ def test_free_text(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert redact_text(f"{os.getcwd()}/a") == f"{os.getcwd()}/a"
     monkeypatch.setenv("HF_TOKEN", "ok")  # too short to be told from other words
     assert redact_text(text) == shown
+
+
+def test_the_secrets_of_a_config_are_hidden_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a user's client has the value without its key."""
+    monkeypatch.setattr("trainer.redact.GIVEN", set())
+    store = {"password": "pw of-two", "headers": {"Authorization": "Bearer s3cr3t-head"}, "name": "public-name"}
+    remember(
+        {"api_key": "s3cr3t-key", "store": store, "url": "postgres://me:s3cr3t-url@h/x", "secret": ["s3cr3t-item"]}
+    )
+    text = "403 for s3cr3t-key, s3cr3t-head, s3cr3t-url and s3cr3t-item; a bearer of public-name at h/x"
+    assert redact_text(text) == "403 for ***, ***, *** and ***; a bearer of public-name at h/x"
+
+
+def test_a_user_and_password_as_http_sends_them() -> None:
+    sent = base64.b64encode(b"bob:s3cr3t").decode()
+    assert redact_text(f"bad header Basic {sent}.") == "bad header Basic ***."
+    for plain in ("basic authentication failed", "Basic block", "a basic test of BasicBlock"):
+        assert redact_text(plain) == plain
+
+
+@pytest.mark.parametrize("text", ["a" * 300_000, "a." * 150_000, "?" + "sig" * 100_000, "token=" * 50_000])
+def test_a_long_line_takes_as_long_as_it_is(text: str) -> None:
+    """Quadratic patterns took minutes for a URL of 100 kB; the time limit of all tests is the measure."""
+    assert len(redact_text(text)) <= len(text)
+    assert len(redact_argument(text)) <= len(text)

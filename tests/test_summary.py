@@ -64,3 +64,18 @@ def test_samples_are_named_unless_a_collective_has_failed(error: Any, place: str
     error.refs = [1, 2]
     tell_place(error, SimpleNamespace(batch=4, plan=SimpleNamespace(micro=2, source=source), rehearsing=False, step=2))
     assert getattr(error, "place", None) == place and error.given == "batch=4, micro_batch=2"
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "$(touch x);`y`'q", 'a"b', "back\\slash", "-r", "a,b", "[x]", '\\"'])
+def test_a_printed_command_can_be_typed_whatever_the_name_of_the_run(name, tmp_path, monkeypatch):
+    """Hydra's own parser and the shell's rules read the words back."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    monkeypatch.chdir(tmp_path)
+    word = shlex.split(go_on(["recipe=toy"], Path("ckpt", name)))[-1]
+    assert OverridesParser.create().parse_override(word).value() == f"ckpt/{name}"
+    folder = Path(name)
+    folder.mkdir()
+    (folder / "config.yaml").write_text("batch: 1")
+    typed = shlex.split(resume(SimpleNamespace(run_dir=folder, argv=[])))[-1]
+    assert Path(typed) == folder and not typed.startswith("-")

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+DISTRIBUTION = "echelon-trainer"
 
 
 def __getattr__(name: str) -> Any:

@@ -71,9 +71,12 @@ def _message(error: BaseException) -> str:
         return f"{trace}\nechelon: {given}{': ' if given else ''}out of memory; {advice}"
     if lacks_shared_memory(error):
         return f"echelon: {NO_SHARED_MEMORY}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        file = printable(str(error.filename or "a file of the run, or of /dev/shm, which data workers need"))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        places = f"a file of the run, of {os.environ.get('TMPDIR', '/tmp')}, or of /dev/shm, which data workers need"
+        file = printable(str(error.filename or places))
         way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"
+        if error.errno == errno.EFBIG:
+            way_out = f"the limit is {resource.getrlimit(resource.RLIMIT_FSIZE)[0]} bytes (ulimit -f); raise it"
         return f"echelon: {file}: {error.strerror}; {way_out}"
     if limit := exhausted(error):
         return f"echelon: {limit}"

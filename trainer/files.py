@@ -159,14 +159,25 @@ def no_folders_if_refused() -> Iterator[None]:
 
 
 def refuse_folder(key: str, file: Path | None) -> None:
-    """Refuse a folder where a file is to be written: the error of the write would come after the work.
+    """Refuse what `write_whole` can't replace: the error would come after the work, or a device would be deleted.
 
     Raises:
-        ConfigError: The file that `key` names is a folder, or a URL.
+        ConfigError: `key` names a folder, a URL, a link, or a device or pipe such as /dev/stdout.
     """
     refuse_remote(key, file)
     if file and os.path.isdir(file):
         raise ConfigError(f"{key}={file}: is a folder; name a file")
+    if file and os.path.lexists(file) and not stat.S_ISREG(os.lstat(file).st_mode):
+        raise ConfigError(f"{key}={file}: is a link, a device or a pipe, which would be replaced; name a file")
+
+
+def special(folder: Path, pattern: str = "*") -> Path | None:
+    """Return a pipe, socket or device of a folder, whose reading may never end; None if there is none."""
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
+                return path
+    return None
 
 
 def write_whole(path: Path, content: bytes) -> None:

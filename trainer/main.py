@@ -23,7 +23,7 @@ stop_early()
 from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
-from trainer.process.environment import avoid_foreign_cache, detect, raise_file_limit, refuse_nodes
+from trainer.process.environment import avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
 from trainer.process.signals import StartupSignals
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
@@ -61,15 +61,33 @@ def main() -> None:
 def prepare() -> None:
     """Set this process up for a command. A second call changes nothing."""
     open_standard_descriptors()
-    if not (trainer.__doc__ or "").startswith("Echelon"):
+    if getattr(trainer, "DISTRIBUTION", "") != "echelon-trainer":  # not its docstring, which python -OO leaves out
         sys.exit(f"echelon: {trainer.__file__} is another package's; give Echelon an environment of its own")
     if "" not in sys.path and os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.append(os.getcwd())  # the command `echelon` finds recipes there, as `python -m` does
+    forget_ranks(os.environ)
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
         die_with_parent()  # a kill may end torchrun's agent or mpirun first
     tolerate_closed_pipes()
     raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
+    if code := run_guarded(refuse_logs):
+        sys.exit(code)
+
+
+def refuse_logs() -> int:
+    """Refuse a TORCH_LOGS that torch can't read: its import would raise. Only torch knows the names.
+
+    Raises:
+        ConfigError: It has an unknown name.
+    """
+    if logs := os.environ.get("TORCH_LOGS"):
+        try:
+            import torch  # noqa: F401
+        except ValueError:
+            hint = "TORCH_LOGS=help python -c 'import torch' lists all"
+            raise ConfigError(f"TORCH_LOGS={printable(logs)}: torch knows no such name; {hint}") from None
+    return 0
 
 
 def run_and_exit(call: Callable[[], int]) -> NoReturn:

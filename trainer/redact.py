@@ -1,5 +1,9 @@
-"""Hides secrets in text that is printed or stored: values of keys with such names, and parts of URLs."""
+"""Hides secrets in text that is printed or stored: values of keys with such names, and parts of URLs.
 
+Each pattern takes time proportional to the text: a message may have a stranger's line of megabytes.
+"""
+
+import base64
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -17,17 +21,21 @@ MARKS = {"mask", "cls", "sep", "pad", "bos", "eos", "unk", "per"}  # before `tok
 CAMEL = re.compile("(?<=[a-z0-9])(?=[A-Z])")  # where apiKey would have a `_`
 USER = re.compile(r"""(://)[^\s/?#'"]*@""")  # and password, of a URL
 QUERY = re.compile(r"""\?([^\s'"]*)""")  # of a URL, or of a part of one
-SIGNATURE = re.compile(r"(?i)(^|&)[\w.%-]*(sig|token|secret|credential|password|pwd|auth|key)[\w.%-]*=")  # in a query
-PAIR = re.compile(r"""([\w-]+)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # in a value such as {a: 1, b: [c]}
+SIGNATURE = re.compile(r"(?i)sig|token|secret|credential|password|pwd|auth|key")  # in a name of a query
+PAIR = re.compile(r"""(?<![\w-])([\w-]+)(['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^,{}[\]]+)""")  # of {a: 1, b: [c]}
 
 
 # In free text: name=value, a "name": of JSON or of a dict, a header, a token of one.
 ASSIGNED = re.compile(
-    r"""([\w.-]+)(=|['"]\s*:\s*)("[^"\n]*"|'[^'\n]*'|[^\s,;&'"(){}[\]]+?(?=:?(?:[\s,;&'"(){}[\]]|$)))"""
+    r"""(?<![\w.-])([\w.-]+)(=|['"]\s*:\s*)("[^"\n]*"|'[^'\n]*'|[^\s,;&'"(){}[\]]+?(?=:?(?:[\s,;&'"(){}[\]]|$)))"""
 )
 HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)(?:(?:basic|bearer|token)\s+)?[^\s'\"]+")
 BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
-SHORTEST = 6  # characters of a variable's value that is looked for; a shorter one may be a part of any word
+BASIC = re.compile(r"(?i)\b(basic\s+)([A-Za-z0-9+/]{4,}={0,2})")
+PASSWORD = re.compile(r"""://[^\s/?#'":@]*:([^\s/?#'"]*)@""")  # of a URL
+SHORTEST = 6  # characters of a value that is looked for; a shorter one may be a part of any word
+SCHEMES = ("bearer", "basic", "token", "digest")  # before the secret of a header of authorization
+GIVEN: set[str] = set()  # the secrets in this process's configs
 
 
 def is_secret(key: str) -> bool:
@@ -52,21 +60,46 @@ def redact(config: Any) -> Any:
 def redact_urls(text: str) -> str:
     """Hide the user and password of each URL, and the query that signs it."""
     text = USER.sub(rf"\1{HIDDEN}@", text)
-    return QUERY.sub(lambda query: f"?{HIDDEN}" if SIGNATURE.search(query[1]) else query[0], text)
+    return QUERY.sub(lambda query: f"?{HIDDEN}" if _is_signed(query[1]) else query[0], text)
+
+
+def _is_signed(query: str) -> bool:
+    names = (part.partition("=")[0] for part in query.split("&") if "=" in part)
+    return any(SIGNATURE.search(name) for name in names if re.fullmatch(r"[\w.%-]*", name))
+
+
+def remember(config: Any, secret: bool = False) -> None:
+    """Let `redact_text` hide the config's secrets wherever they stand: an error may have a value without its key."""
+    for key, value in children(config):
+        hidden = secret or (isinstance(key, str) and is_secret(key))
+        if isinstance(value, str):
+            GIVEN.update(value.split() if hidden else PASSWORD.findall(value))
+        remember(value, hidden)
 
 
 def redact_text(text: str) -> str:
     """Hide the secrets in a line of a log, a message or a traceback: those of URLs, headers and named values.
 
-    The values of environment variables that have a secret's name are hidden, too, unless they are paths.
+    Hidden are, too, the secrets of the run's config, and the values of environment variables that have a secret's name,
+    unless they are paths.
     """
     text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
-    text = BEARER.sub(rf"\1{HIDDEN}", text)
+    text = BASIC.sub(_hide_basic, BEARER.sub(rf"\1{HIDDEN}", text))
     text = ASSIGNED.sub(_hide, text)
-    own = {value for name, value in os.environ.items() if len(value) >= SHORTEST and is_secret(name)}
+    own = GIVEN | {value for name, value in os.environ.items() if is_secret(name)}
+    own = {value for value in own if len(value) >= SHORTEST and value in text and value.lower() not in SCHEMES}
     for value in sorted((value for value in own if not os.path.exists(value)), key=len, reverse=True):  # as PWD's
         text = text.replace(value, HIDDEN)
     return text
+
+
+def _hide_basic(found: re.Match[str]) -> str:
+    """Hide a user and password as HTTP sends them; English words decode to no such text."""
+    try:
+        sent = base64.b64decode(found[2], validate=True)
+    except ValueError:
+        return found[0]
+    return f"{found[1]}{HIDDEN}" if b":" in sent and sent.isascii() else found[0]
 
 
 def _hide(found: re.Match[str]) -> str:

@@ -1,6 +1,7 @@
 """Makes the folder of a run, and starts the log in it."""
 
 import contextlib
+import io
 import itertools
 import json
 import logging
@@ -14,17 +15,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from trainer.checkpoint import locate
 from trainer.checkpoint.lock import CHECKPOINTED, is_lock
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import NOT_FINITE, ConfigError, printable, refuse_remote
-from trainer.files import Appended, make_folder, refuse_folder, remove_unused
+from trainer.files import Appended, make_folder, refuse_folder, remove_unused, special
 from trainer.log import Lines, Terminal, log, set_handlers
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
 
 
+MOST_CONFIG = 4 << 20  # bytes of a config.yaml
 WRITTEN = ("logs", "tensorboard", "export", "profile")  # folders inside the folder of a run
 
 
@@ -174,23 +178,44 @@ def find_checkpoint(given: str, key: str) -> Path:
 
 
 def refuse_unreadable(folder: Path) -> None:
-    """Refuse a folder given as RUN that this user may not look into. One that is missing is left to the caller.
+    """Refuse a folder given as RUN that can't be read to its end. One that is missing is left to the caller.
 
     Raises:
-        ConfigError: The system refuses.
+        ConfigError: The system refuses, or a pipe, a socket or a device lies where a run has files.
     """
+    key = f"RUN={printable(str(folder))}"
     try:
-        (folder / "config.yaml").stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            (folder / "config.yaml").stat()
     except OSError as error:
-        key = f"RUN={printable(str(folder))}"
         raise ConfigError(f"{key}: can't be read: {error.strerror}; give a folder that you may read") from None
+    if found := special(folder) or special(folder / "logs"):
+        name = printable(found.name)
+        raise ConfigError(f"{key}: {name} is a pipe, a socket or a device, and no run writes one; remove it")
+
+
+def stored_config(file: Path) -> io.StringIO:
+    """Return the text of a run's config.yaml.
+
+    Raises:
+        OSError: The system refuses.
+        ConfigError: It is larger than any run's, or repeats itself by aliases: ten lines may mean a billion keys.
+        ValueError: It is no text.
+    """
+    with file.open("rb") as content:
+        text = content.read(MOST_CONFIG + 1).decode()
+    if len(text) > MOST_CONFIG:
+        raise ConfigError(f"is larger than {MOST_CONFIG >> 20} MiB")
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise ConfigError("has aliases (*NAME), which no run writes")
+    return io.StringIO(text)
 
 
 def refuse_astray(folder: Path) -> None:
     """Refuse a folder that is neither new nor a run's, or that has links through which the run would write."""
     key = f"trainer.run_dir={folder}"
+    if not str(folder).isprintable():
+        raise ConfigError(f"{printable(key)}: has a character that no line can show, such as a newline; leave it out")
     if folder.name in ("", ".."):
         raise ConfigError(f"{key}: has no name, and the folder of checkpoints needs one; give runs/NAME")
     if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()) and not is_run(folder):

@@ -29,7 +29,7 @@ from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
 from trainer.process.exit import end_at_once
-from trainer.redact import redact
+from trainer.redact import redact, remember
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 from trainer.training_state import model_identity
@@ -45,6 +45,7 @@ OF_RECIPE = ("trainer.optim.factories.of_recipe", "trainer.optim.schedule.OfReci
 
 def build_components(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> dict[str, Any]:
     """Return the arguments of `Trainer` that `config` describes: all but `place`, `name` and `spec`."""
+    remember(config)
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
     groups, optimizer = split_groups(config["optimizer"])

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -149,7 +150,7 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
     """
     if argv is None:
         return f"Options(resume='{saved}')"
-    words = [*(word for word in argv if not word.startswith("trainer.resume=")), f"trainer.resume={saved}"]
+    words = [*(word for word in argv if not word.startswith("trainer.resume=")), f"trainer.resume={quoted(saved)}"]
     launcher = detect(os.environ).launcher
     if launcher in OURS:
         return shlex.join([*echelon(), *words])
@@ -161,7 +162,21 @@ def resume(trainer: FinishedTrainer) -> str:
     file = trainer.run_dir / "config.yaml"
     if trainer.argv is None or detect(os.environ).launcher not in OURS or not file.exists():
         return ""
-    return "" if HIDDEN in file.read_text() else shlex.join([*echelon(), "resume", str(trainer.run_dir)])
+    return "" if HIDDEN in file.read_text() else shlex.join([*echelon(), "resume", named(trainer.run_dir)])
+
+
+def named(path: Path) -> str:
+    """Return the path as an argument that no command takes for an option."""
+    return f"./{path}" if str(path).startswith("-") else str(path)
+
+
+def quoted(path: Path) -> str:
+    """Return the path as a value that Hydra reads as this text."""
+    plain = re.fullmatch(r"[\w./@:+-][\w./@:+ -]*", str(path), re.ASCII)
+    if plain:
+        return str(path)
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + found[2].replace('"', r"\""), str(path))
+    return f'"{escaped}"'
 
 
 def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str:

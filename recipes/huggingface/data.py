@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from trainer.errors import ConfigError, DataError
+from trainer.checkpoint.manifest import FILE
+from trainer.checkpoint.serialize import strict_json
+from trainer.errors import ConfigError, DataError, printable
 
 ENDINGS = (".jsonl", ".json", ".ndjson")
+LIST_BYTES = 64 << 20
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}  # names in a DatasetDict
 
 
@@ -82,6 +85,8 @@ def open_data(key: str, source: str | list[str], split: str) -> Any:
         files = [Path(name) for pattern in patterns for name in sorted(glob.glob(pattern))]
         if not files:
             raise ConfigError(f"{key}={source}: no such file; give a path or a pattern, as 'data/train-*.jsonl'")
+        if irregular := [file for file in files if not file.is_file()]:
+            raise ConfigError(f"{key}={irregular[0]}: is no regular file; give a path or a pattern of .jsonl files")
         return Lines(files)
     folder = Path(patterns[0])
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
@@ -94,6 +99,26 @@ def open_data(key: str, source: str | list[str], split: str) -> Any:
     return source
 
 
+def refuse_astray(key: str, folder: Path) -> None:
+    """Refuse a saved data set whose lists name files outside of it: `datasets` would read them.
+
+    Raises:
+        ConfigError: A list can't be read, or names such a file.
+    """
+    try:
+        names = read_list(folder / "dataset_dict.json", "splits")
+        for part in (folder, *(folder / name for name in names)):
+            names += [entry["filename"] for entry in read_list(part / "state.json", "_data_files")]
+        if wrong := [name for name in names if not FILE.fullmatch(name)]:
+            raise ValueError(f"{wrong[0]!r} is not the name of a file in it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{key}={folder}: {printable(str(error))}; save it again by save_to_disk") from None
+
+
+def read_list(file: Path, key: str) -> list[Any]:
+    return list(strict_json(file, LIST_BYTES).get(key, [])) if file.exists() else []
+
+
 def saved_dataset(key: str, folder: Path, split: str) -> Any:
     try:
         from datasets import load_from_disk  # pyright: ignore[reportMissingImports] not in every environment
@@ -101,6 +126,7 @@ def saved_dataset(key: str, folder: Path, split: str) -> Any:
         raise ConfigError(
             f"{key}={folder}: needs the package datasets; pip install datasets, or give .jsonl files"
         ) from None
+    refuse_astray(key, folder)
     found: Any = load_from_disk(str(folder))
     if not hasattr(found, "keys"):
         return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recipes.huggingface.data import open_data
 from recipes.huggingface.lora import adapted, check_lora, merged
 from recipes.huggingface.schedule import TransformersSchedule
+from trainer.checkpoint.pretrained import refuse_astray_index
 from trainer.data.batch import count_samples
 from trainer.errors import ConfigError, nearest, printable
 from trainer.log import log
@@ -93,7 +94,7 @@ class HuggingFace:
         from transformers import AutoConfig
 
         with in_one_line(f"recipe.model={self.source}"):
-            return AutoConfig.from_pretrained(self.source)
+            return AutoConfig.from_pretrained(self.source, trust_remote_code=False)  # None would ask on stdin
 
     @cached_property
     def kind(self) -> Any:
@@ -117,7 +118,7 @@ class HuggingFace:
         from transformers import AutoTokenizer
 
         with in_one_line(f"recipe.model={self.source}: the tokenizer that recipe.text needs"):
-            return AutoTokenizer.from_pretrained(self.source)
+            return AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
 
     @cached_property
     def shifts(self) -> bool:
@@ -135,6 +136,8 @@ class HuggingFace:
         with pickle_in_one_line(self.source), in_one_line(f"recipe.model={self.source}"), no_progress_bar():
             if self.loads_weights:
                 how = {"config": self.config, "dtype": torch.float32, "output_loading_info": True}
+                how["trust_remote_code"] = False
+                refuse_astray_index(Path(self.source), f"recipe.model={self.source}")
                 made, found = self.kind.from_pretrained(self.source, **how)
                 return made if self.lora is None else adapted(made, self.lora, found["missing_keys"])
             if self.lora is not None:
@@ -330,7 +333,13 @@ def in_one_line(key: str) -> Iterator[None]:
     """Raise ConfigError for what transformers says of a file or a value that a user gave."""
     try:
         yield
+    except ConfigError:
+        raise
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"{key}: asks for code of its own, which is not run; give a model of transformers"
+            ) from None
         line = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(f"{key}: {printable(line)}") from None
 

@@ -514,3 +514,10 @@ def test_a_model_without_blocks_is_compiled_whole(tmp_path, monkeypatch):
     compiled = Compile(backend="eager")
     assert make(Plain(), {"compile": compiled}, max_steps=2).fit()["steps"] == 2
     assert compiled.whole and [counter.name for counter in compiled.counters] == ["Sequential"]
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_variable_that_turns_compilation_off_is_named(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"callbacks.compile: {name}=1 turns torch.compile off; unset it, or leave"):
+        Compile()

@@ -1,5 +1,6 @@
 """What a run's config is composed of, and what is told of it."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -152,3 +153,27 @@ def test_plugins_that_would_train_nothing_are_refused(tmp_path, kind, chosen):
         f"echelon: hydra/{kind}=farm: this plugin would train nothing here; leave it out: -m runs one value after the "
         "other, and trainer.devices=N starts N ranks\n"
     )
+
+
+def test_bytes_that_the_locale_does_not_read_are_named(monkeypatch):
+    """In a C locale the shell's UTF-8 arrives as surrogates, which no quotes help."""
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets it
+    with pytest.raises(ConfigError, match=r"trainer.run_dir=runs/gr\?\?n: has bytes that .*; set LC_ALL=C.UTF-8"):
+        compose(["trainer.run_dir=runs/gr\udcc3\udcb6n"], [CONF])
+
+
+def test_a_pipe_among_yaml_files_is_not_waited_for(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    os.mkfifo(tmp_path / "recipe" / "mine.yaml")
+    with pytest.raises(ConfigError, match=r"--config-dir .*mine.yaml is no file; put a YAML file there"):
+        config_dirs(["--config-dir", str(tmp_path)])
+
+
+def test_the_arguments_that_loggers_store_have_no_secrets(monkeypatch):
+    """wandb keeps `sys.argv` in its metadata."""
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets it
+    jobs = compose(["+recipe.api_key=s3cr3t", "+recipe.url='https://u:s3cr3t@h/x'"], [CONF])
+    assert jobs[0].config["recipe"]["api_key"] == "s3cr3t" and "s3cr3t" not in " ".join(sys.argv)
+    assert any("api_key=***" in word for word in sys.argv)

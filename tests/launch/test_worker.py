@@ -43,6 +43,14 @@ def test_the_first_error_is_reported_before_any_clean_up(monkeypatch, tmp_path):
     assert told["text"] == "ValueError: first" and not told["in_collective"]
 
 
+def test_a_report_that_cannot_be_written_is_shown(monkeypatch, tmp_path, capsys):
+    """The disk that it would be on may be full, and the reason why the rank failed."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ECHELON_ERROR_FILE", str(tmp_path / "file" / "error-0.json"))
+    worker.report(ValueError("first"))
+    assert capsys.readouterr().err == "ValueError: first\n"
+
+
 def test_an_error_of_gloo_is_one_of_a_collective():
     """Gloo closes all pairs at a time-out, and operations that others then wait for name no file of gloo's."""
     texts = ("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] reset", "Application timeout caused pair closure")

@@ -1,6 +1,7 @@
 """A real MLflow server has a run's numbers, media and settings, of a resume, too; it may be away for a while."""
 
 import contextlib
+import http.server
 import json
 import os
 import select
@@ -26,7 +27,7 @@ from toy_recipe import Toy
 from trainer import timeouts
 from trainer.callback import Callback
 from trainer.errors import ConfigError
-from trainer.monitors.mlflow import MLflow
+from trainer.monitors.mlflow import MLflow, valid
 
 pytestmark = needs("mlflow")
 
@@ -247,3 +248,41 @@ def test_no_package(monkeypatch):
     monkeypatch.setattr("trainer.monitors.mlflow.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"callbacks.mlflow: needs the package mlflow; pip install 'mlflow-skinny>="):
         MLflow("http://127.0.0.1")
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """A server that names a folder of the client's machine for its files."""
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        run = {"info": {"run_id": "a" * 32, "experiment_id": "1", "status": "RUNNING", "artifact_uri": self.server.uri}}
+        about = {"experiment": {"experiment_id": "1", "name": "tests"}, "run": run, "run_info": run["info"]}
+        content = json.dumps(about).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("scheme", ["file://{}", "{}", "runs:/{}"])
+def test_no_server_chooses_a_folder_of_this_machine(scheme, tmp_path, monkeypatch, messages):
+    monkeypatch.chdir(tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
+        stranger.uri = scheme.format(tmp_path / "victim")
+        threading.Thread(target=stranger.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        train(f"http://127.0.0.1:{stranger.server_address[1]}")
+        stranger.shutdown()
+    assert not (tmp_path / "victim").exists()
+    told = [text for text in messages if "which would be a place of this machine" in text]
+    assert len(told) == 1 and "--artifacts-destination FOLDER" in told[0]
+
+
+def test_names_of_files_stay_names():
+    assert [valid(name) for name in ("a b/c", "../x", "/x", "a//b", ".", "a?b")] == [
+        "a b/c", "__/x", "_/x", "a/_/b", "_", "a_b",
+    ]  # fmt: skip

@@ -17,6 +17,8 @@ from trainer.process.environment import (
     cores,
     detect,
     first_host,
+    forget_ranks,
+    mark_rank,
     refuse_nodes,
     threads_of,
     variables,
@@ -224,3 +226,15 @@ def test_settings_that_contradict_the_launcher():
         ConfigError, match=r"trainer\.nodes=4: torchrun started 8 ranks on 2 node\(s\); leave trainer\.nodes out"
     ):
         detect(dict(ELASTIC), nodes=4)
+
+
+def test_a_command_that_the_code_of_a_rank_starts_is_no_rank():
+    """It would take the rank's place in the run's store, and wait for the others for ever."""
+    private = {f"ECHELON_{name}": "x" for name in ("HEARTBEAT", "ATTEMPT", "PARENT")}
+    env = variables(Place(1, 2, 1, 2, "store", "echelon"), Path("private")) | private | {"ECHELON_TRACEBACK": "1"}
+    mark_rank(env)
+    forget_ranks(env)
+    assert detect(env) == Place(1, 2, 1, 2, "store", "echelon")  # the rank itself
+    env["ECHELON_RANK_PROCESS"] = str(os.getpid() + 1)  # of the parent
+    forget_ranks(env)
+    assert env == {"ECHELON_TRACEBACK": "1"}

@@ -248,3 +248,37 @@ def test_a_pickle_that_asks_for_code_is_one_line(sharded, tmp_path):
     recipe = HuggingFace(model=str(tmp_path), architecture="AutoModelForMaskedLM", data="x")
     with pytest.raises(ConfigError, match=r": pytorch_model\.bin\S* asks for .*convert it .*save_pretrained"):
         recipe.model()
+
+
+@pytest.mark.parametrize("there", ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors"])
+def test_a_folders_lists_name_no_file_elsewhere(there, tmp_path, monkeypatch):
+    """transformers and datasets would read it."""
+    monkeypatch.chdir(tmp_path)
+    write_bert(tmp_path)
+    (tmp_path / "bert" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": there}}))
+    with pytest.raises(ConfigError, match="is not the name of a file in this folder"):
+        HuggingFace("bert", "films.jsonl").model()
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": there}]}))
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=None))
+    with pytest.raises(ConfigError, match="is not the name of a file in it; save it again by save_to_disk"):
+        open_data("recipe.data", str(saved), "train")
+
+
+def test_code_beside_a_model_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    """Without an answer of ours, transformers asks on standard input; `yes` would run a stranger's code."""
+    monkeypatch.chdir(tmp_path)
+    write_bert(tmp_path)
+    (tmp_path / "bert" / "code.py").write_text("raise SystemExit('ran')")
+    config = tmp_path / "bert" / "config.json"
+    about = {**json.loads(config.read_text()), "model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}
+    config.write_text(json.dumps(about))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "bert" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", None]}})
+    )
+    for part in ("config", "tokenizer"):
+        with pytest.raises(ConfigError, match="asks for code of its own, which is not run"):
+            getattr(HuggingFace("bert", "films.jsonl", text="text"), part)

@@ -140,7 +140,7 @@ def test_runs_and_tools_leave_a_users_files_alone() -> None:
     for tool, *more in (["evaluate", "--split", "train"], ["predict", "--split", "train", "--output", "out/p.jsonl"]):
         done = run(["ckpt/last.pt", *more, allow], cwd, f"trainer.tools.{tool}", HOME=str(cwd / "home"))
         assert done.code == 0, done.err
-    done = run(["ckpt/last.pt", "out", allow], cwd, "trainer.tools.export", HOME=str(cwd / "home"))
+    done = run(["ckpt/last.pt", "exported", allow], cwd, "trainer.tools.export", HOME=str(cwd / "home"))
     assert done.code == 0, done.err
     done = run(["report", "runs/r", "--out", "out/report.html"], cwd)
     assert done.code == 0, done.err

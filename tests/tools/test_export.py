@@ -83,15 +83,20 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_the_last_is_the_runs_own_export_and_an_older_one_its_average(cwd):
     before = files(cwd / "ckpt") | files(cwd / "runs")
-    for _ in range(2):  # into a folder that is there, too
-        done = export(cwd, "ckpt/last.pt")
-        assert done.code == 0, done.err
+    (cwd / "out" / "deep").mkdir(parents=True)  # into an empty folder that is there, too
+    done = export(cwd, "ckpt/last.pt")
+    assert done.code == 0, done.err
     assert files(cwd / "out" / "deep") == files(cwd / "runs" / "r" / "export")
     for folder in ("out/deep", "runs/r/export"):
         assert os.stat(cwd / folder / "exported.safetensors").st_mode == os.stat(cwd / "mine.py").st_mode
-    assert export(cwd, "ckpt/r/step-00000002").code == 0
+    mine = cwd / "out" / "deep" / "exported.safetensors"
+    mine.write_text("the user's own")
+    done = export(cwd, "ckpt/r/step-00000002")
+    line = "echelon: FOLDER=out/deep: holds files, which the export could replace; give a new folder\n"
+    assert (done.code, done.err, mine.read_text()) == (78, line, "the user's own")
+    assert export(cwd, "ckpt/r/step-00000002", "average").code == 0
     average = load_file(cwd / "ckpt/r/step-00000002/callbacks.safetensors")
-    exported = load_file(cwd / "out/deep/exported.safetensors")
+    exported = load_file(cwd / "average/exported.safetensors")
     assert {f"avg/{name}": tensor.tolist() for name, tensor in exported.items()} == {
         name: tensor.tolist() for name, tensor in average.items()
     }

@@ -26,8 +26,8 @@ from trainer.data.shards.index_file import content_of
 from trainer.data.shards.parquet import of_rows
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
-from trainer.errors import DataError
-from trainer.tools.shards import compare, main
+from trainer.errors import ConfigError, DataError
+from trainer.tools.shards import compare, main, pack
 
 MODULE = "trainer.tools.shards"
 
@@ -360,3 +360,15 @@ def test_names_of_files_steer_no_terminal(tmp_path: Path) -> None:
     lines = [line for done in told for line in (done.out + done.err).splitlines()]
     assert len([line for line in lines if "?[31m?FORGED ?" in line]) >= 10
     assert not [line for line in lines if line.startswith("FORGED") or not line.isprintable()]
+
+
+def test_pack_writes_to_no_url_and_leaves_no_file_out(tmp_path):
+    """Not into a folder `s3:`; a pipe in the folder may be meant, and is no file."""
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    with pytest.raises(ConfigError, match=r"FOLDER=s3:/b/out: is a URL"):
+        pack(folder, Path("s3://b/out"), "train", 10, False)
+    os.mkfifo(folder / "b.txt")
+    with pytest.raises(DataError, match=r"b.txt: is a pipe, a socket or a device; take it out of the folder"):
+        pack(folder, tmp_path / "out", "train", 10, False)

@@ -28,6 +28,7 @@ from trainer.process.heartbeat import Heartbeat
 from trainer.timeouts import COMPILE_S
 
 KEY = "callbacks.compile"
+OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # variables of torch
 MODES = ("default", "max-autotune-no-cudagraphs")
 EAGER = ("eager", "aot_eager")  # backends that run eager's kernels, with eager's random numbers
 TRACED = ("inductor", "aot_eager")  # backends that keep the state of the generator for a recomputation
@@ -69,6 +70,8 @@ class Compile(Callback):
             raise ConfigError(
                 f"{KEY}.whole=true: compiles the model, so blocks=[{','.join(blocks)}] has no effect; leave one out"
             )
+        if off := [name for name in OFF if os.environ.get(name) == "1"]:
+            raise ConfigError(f"{KEY}: {off[0]}=1 turns torch.compile off; unset it, or leave compile out")
         if mode is not None and mode not in MODES:
             raise ConfigError(
                 f"{KEY}.mode={mode}: is unknown or has CUDA graphs, which reuse the memory of gradients; give null or "

@@ -49,6 +49,17 @@ def weights_files(source: str) -> list[Path]:
     )
 
 
+def refuse_astray_index(folder: Path, key: str) -> None:
+    """Refuse a Hugging Face folder whose index names files elsewhere: transformers would read them.
+
+    Raises:
+        ConfigError: An index is none, or names what is no file of the folder.
+    """
+    for name in (INDEX, BIN_INDEX):
+        if (folder / name).is_file():
+            _shards(folder, name, key)
+
+
 def _shards(folder: Path, index: str, key: str) -> list[Path]:
     """Return the files that an index names, in the order of their names."""
     try:

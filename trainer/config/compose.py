@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
-from trainer.errors import ConfigError, nearest
+from trainer.errors import ConfigError, nearest, printable
+from trainer.files import special
 from trainer.other_words import our_key
 from trainer.redact import redact_argument, remove_if_secret
 
@@ -46,6 +47,8 @@ def config_dirs(arguments: list[str]) -> list[Path]:
     for name in names:
         if not Path(name).is_dir():
             raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
+        if found := special(Path(name), "**/*.yaml"):
+            raise ConfigError(f"--config-dir {name}: {printable(str(found))} is no file; put a YAML file there")
     if len(names) > 1:
         raise ConfigError(
             f"--config-dir {names[1]}: is a second --config-dir, and only one is read; put all files in one folder"
@@ -95,6 +98,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
         raise
     except Exception as error:
         raise ConfigError(explain(error, folders)) from None
+    sys.argv[1:] = map(redact_argument, sys.argv[1:])  # loggers such as wandb store it
     sys.stderr.write(stderr.getvalue())
     for file in filter(Path.exists, swept):
         remove_if_secret(file)
@@ -232,6 +236,10 @@ def explain(error: Exception, folders: list[Path]) -> str:
             return f"--config-name {name}: the only name is config; leave --config-name out, and choose a recipe=NAME"
         return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
     if isinstance(error, OverrideParseException):
+        if not error.override.isprintable() and any("\udc80" <= c <= "\udcff" for c in error.override):
+            name = sys.getfilesystemencoding()
+            reason = f"has bytes that this process does not read as text, since its locale has {name}"
+            return f"{printable(error.override.removeprefix('++'))}: {reason}; set LC_ALL=C.UTF-8"
         word = redact_argument(error.override.removeprefix("++"))
         shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
         return (

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from trainer.comm.ranks import in_collective
 from trainer.errors import exit_code, fold, message
 from trainer.plan import RunSpec
-from trainer.process.environment import Place
+from trainer.process.environment import Place, mark_rank
 from trainer.process.exit import wait_for_first_rank
 from trainer.process.signals import StopSignals
 from trainer.process.temporary import sockets_in, temporary_folder
@@ -26,6 +26,7 @@ from trainer.timeouts import LAUNCHER_S
 def run_rank(descriptor: int, argv: list[str]) -> int:
     """Run a rank that a `Supervisor` started. If it fails, the supervisor reads the report."""
     faulthandler.enable()
+    mark_rank(os.environ)
     try:
         config, spec = read_run(descriptor)
         run_dir = Path(config["trainer"]["run_dir"])
@@ -65,13 +66,16 @@ def report(error: BaseException) -> None:
     if not path.exists():
         text, code = message(error), exit_code(error)
         content = {"time": time.time(), "text": text, "code": code, "in_collective": in_collective(error)}
-        with contextlib.suppress(OSError):
+        try:
             path.write_text(json.dumps(content))
+        except OSError:  # its folder is full, and may be the reason
+            print(fold(text), file=sys.stderr, flush=True)
 
 
 def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], place: Place) -> int:
     """Run a rank that torchrun, mpirun or srun started. The error that `record` wrote first is printed by torchrun."""
     terminal = os.dup(2)
+    mark_rank(os.environ)
     torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints the error that `record` wrote
 
     def end(error: BaseException, recorded: bool = False) -> NoReturn:

@@ -8,6 +8,7 @@ import tempfile
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from trainer.callback import TrainerProtocol
 from trainer.errors import ConfigError
@@ -19,6 +20,8 @@ from trainer.monitors.settings import Value, settings_of
 from trainer.redact import redact_urls
 
 MOST_PARAMS, MOST_TEXT = 100, 6000  # of a request; of a value, by MLflow's limits
+# Of artifacts. With others a server could name a file of this machine, or another run, whose artifacts it names next.
+REMOTE = ("mlflow-artifacts", "http", "https", "s3", "gs", "wasbs", "abfss", "hdfs", "dbfs", "ftp", "sftp")
 PASSES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")
 # `Sender` tries again itself, and a terminal has our lines alone.
 ENVIRONMENT = {
@@ -50,6 +53,7 @@ class MLflow(SendingLogger):
             )
         self.uri, self.experiment, self.name = uri, experiment, name
         self.run_id = ""  # empty until the server has the run
+        self.artifacts = ""  # URI of the run's files; empty: they are left out
 
     def on_fit_start(self, trainer) -> None:
         if trainer.rank == 0:
@@ -90,8 +94,20 @@ class MLflow(SendingLogger):
             run_id = self.client.create_run(self._experiment_id(), run_name=name).info.run_id
             write_json(file, {"run_id": run_id})
         self._log_settings(run_id, settings, known)
-        self.run_id = run_id
+        self.run_id, self.artifacts = run_id, self._artifacts_of(run_id)
         log.info("mlflow      run %s of %s", run_id, redact_urls(self.client.tracking_uri))
+
+    def _artifacts_of(self, run_id: str) -> str:
+        """Return where the run's files go; empty if that is a place of this machine, which no server may choose."""
+        found = self.client.get_run(run_id).info.artifact_uri or ""
+        if not urlsplit(self.client.tracking_uri).scheme.startswith("http") or urlsplit(found).scheme in REMOTE:
+            return found
+        log.warning(
+            "mlflow: the server keeps files in %s, which would be a place of this machine; texts, images and "
+            "histograms are left out; start the server with --artifacts-destination FOLDER",
+            redact_urls(found) or "no place",
+        )
+        return ""
 
     def _experiment_id(self) -> str:
         found = self.client.get_experiment_by_name(self.experiment)
@@ -118,7 +134,9 @@ class MLflow(SendingLogger):
 
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Log text, PNG or counts as a file of the run: NAME/step-00000010.png."""
-        if not self.run_id:
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        if not self.artifacts:
             return
         ending = "txt" if isinstance(item, str) else "png" if isinstance(item, Image) else "json"
         with tempfile.TemporaryDirectory() as folder:
@@ -127,7 +145,8 @@ class MLflow(SendingLogger):
                 file.write_bytes(item.png)
             else:
                 file.write_text(item if isinstance(item, str) else json.dumps(item._asdict()))
-            self.client.log_artifact(self.run_id, str(file), valid(name))
+            place = get_artifact_repository(self.artifacts, tracking_uri=self.client.tracking_uri)
+            place.log_artifact(str(file), valid(name))
 
     def _end(self, status: str) -> None:
         if self.run_id:
@@ -135,8 +154,9 @@ class MLflow(SendingLogger):
 
 
 def valid(name: str) -> str:
-    """Return a name that MLflow takes."""
-    return re.sub(r"[^\w\-. :/]", "_", name)
+    """Return a name that MLflow takes: a path, each part of which is the name of a file."""
+    parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
+    return "/".join(part if part.strip(". ") else "_" * max(len(part), 1) for part in parts)
 
 
 def is_away(error: Exception) -> bool:

@@ -239,6 +239,26 @@ def threads_of(ranks: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
 
 
+MARK = "ECHELON_RANK_PROCESS"  # the number of the process that is a rank
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALRANKID")
+OF_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "SLURM_STEP_", "SLURM_PROCID")  # begin their variables
+OF_OURS = ("STORE", "ERROR_FILE", "PARENT", "ATTEMPT", "HEARTBEAT", "RANK_PROCESS")
+
+
+def mark_rank(env: MutableMapping[str, str]) -> None:
+    """Note that this process is a rank, for `forget_ranks` of the commands that its code may start."""
+    env[MARK] = str(os.getpid())
+
+
+def forget_ranks(env: MutableMapping[str, str]) -> None:
+    """Let a command that the code of a rank has started run alone: it would take that rank's place, and wait."""
+    if env.get(MARK, str(os.getpid())) == str(os.getpid()):
+        return
+    ours = {f"ECHELON_{name}" for name in OF_OURS}
+    for name in [name for name in env if name in ours or name in OF_RANKS or name.startswith(OF_LAUNCHERS)]:
+        del env[name]
+
+
 LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "ECHELON_PARENT")  # a launcher sets one
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, exit_code, nearest, require
+from trainer.errors import ConfigError, exit_code, nearest, refuse_remote, require
 from trainer.files import refuse_folder, write_json
 from trainer.process.arguments import ArgumentParser
 from trainer.process.environment import Place, detect, raise_file_limit
@@ -120,6 +120,7 @@ def refuse(options: argparse.Namespace) -> None:
         for name in given:
             if name not in known:
                 raise ConfigError(f"--{key} {name}: is unknown; {nearest(name, known)}")
+    refuse_remote("--folder", options.folder)
     for name in ("json", "png"):
         path = getattr(options, name)
         refuse_folder(f"--{name}", path)

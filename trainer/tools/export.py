@@ -30,7 +30,7 @@ from trainer.plan import refuse_other_manifests, short
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.redact import redacted_keys
-from trainer.run_dir import find_checkpoint, is_run, make_writable
+from trainer.run_dir import find_checkpoint, is_run, make_writable, stored_config
 from trainer.session import build_components
 
 # An export trains nothing, so the optimizer and the schedule of the run's config are neither checked nor built.
@@ -53,10 +53,13 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
 
     Raises:
         ConfigError: The checkpoint or its run's config is missing or damaged. Or the recipe exports nothing, or has
-            another model or other data by now. Or the folder can't be written, or a change has no effect.
+            another model or other data by now. Or the folder holds files, or can't be written. Or a change has no
+            effect.
         DataError: The data can't be opened.
     """
     refuse_unread(changes, READ)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"FOLDER={folder}: holds files, which the export could replace; give a new folder")
     key = f"CHECKPOINT={checkpoint}"
     path = find_checkpoint(checkpoint, key)
     manifest, made = open_run(path, changes, key)
@@ -147,7 +150,7 @@ def average_of(state: Any) -> Any:
 def read_config(file: Path, changes: list[str], key: str, instead: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a run, with some values replaced: `instead` of its own first, then `changes`."""
     try:
-        found = OmegaConf.load(file)
+        found = OmegaConf.load(stored_config(file))
         settings: Any = OmegaConf.to_container(OmegaConf.merge(found, instead, OmegaConf.from_dotlist(changes)))
         hidden = redacted_keys(settings)
     except Exception as error:  # YAML's or OmegaConf's

@@ -20,7 +20,8 @@ from trainer.data.shards.index_file import Shard, indexed
 from trainer.data.shards.parquet import of_rows
 from trainer.data.shards.tar import split_name
 from trainer.data.shards.writer import refuse_member, write_shards
-from trainer.errors import ConfigError, DataError, UnavailableError, printable, require
+from trainer.errors import ConfigError, DataError, UnavailableError, printable, refuse_remote, require
+from trainer.files import special
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 
@@ -94,6 +95,10 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool)
         DataError: The source is empty or can't be read, or the folder can't be written.
     """
     require("--per-shard", per_shard, at_least=1)
+    refuse_remote("SOURCE", source)
+    refuse_remote("FOLDER", folder)
+    if source.is_dir() and (found := special(source, "**/*")):
+        raise DataError(f"{found}: is a pipe, a socket or a device; take it out of the folder")
     if Path(prefix).name != prefix:
         raise ConfigError(f"--prefix={prefix}: is not the name of a file; give folders by FOLDER")
     try:

@@ -13,7 +13,7 @@ from support.tars import numbered, write_tar
 from trainer.config.options import DataOptions
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -41,7 +41,7 @@ def test_find_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["ftp://127.0.0.1/a.tar", "gopen:a.tar", "HTTP://127.0.0.1/a.tar", "data:;base64,AAAA"],
+    ["ftp://127.0.0.1/a.tar", "gopen:a.tar", "data:;base64,AAAA"],
 )
 def test_schemes_beside_the_five_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -68,3 +68,22 @@ def test_a_compressed_shard_may_be_named_tar(tmp_path: Path, pack: Callable[[byt
     for _ in range(2):
         index = Index.open(find_shards(str(tmp_path / "a.tar"), DataOptions(cache_dir=str(tmp_path / "cache"))))
         assert index.counts == [4]
+
+
+@pytest.mark.parametrize("url", ["http://[::1/x.tar", "http://h:99999/x.tar", "https:///x.tar", "http://h:-1/x.tar"])
+def test_a_url_that_no_server_can_have_is_refused_at_once(url: str) -> None:
+    """Not after the patience for a server that is away."""
+    with pytest.raises(ConfigError, match=r": is not a URL \(.*\); correct it"):
+        find_shards(url)
+
+
+@pytest.mark.parametrize("braces", ["{0..999999999}", "{0..99}{0..99}", "{a,b}" * 30, "{999999999..0..2}"])
+def test_braces_that_mean_too_many_names_are_refused_at_once(braces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.shards.discover.MOST", 1000)
+    with pytest.raises(DataError, match="its braces mean more than 1,000 names"):
+        find_shards(f"http://h/{braces}.tar")
+    assert len(find_shards("http://h/{a-{0..9999..20},b-{1..500}}.tar")) == 1000
+
+
+def test_a_scheme_has_no_case() -> None:
+    assert find_shards("HTTP://h/A.tar") == find_shards("http://h/A.tar")

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from support.run_files import synthetic_run, write_lines
 
 from trainer.errors import ConfigError
 from trainer.tools.compare import compare
+from trainer.tools.export import read_config as exported
 from trainer.tools.report.__main__ import report
 from trainer.tools.report.run import (
     MOST_EVENTS,
@@ -117,12 +119,33 @@ def test_secrets_of_a_config_are_hidden(tmp_path):
     assert keys == {"data.hf_token": "***", "data.url": "https://***@host/x"} and note == ""
 
 
-def test_a_config_that_multiplies_itself(tmp_path):
-    """Anchors that double at each level: a billion leaves, if they were all followed."""
-    levels = "\n".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40))
+@pytest.mark.parametrize("node", ["{{x: *a{0}, y: *a{0}}}", "[*a{0}, *a{0}]"])
+def test_a_config_that_multiplies_itself(tmp_path, node):
+    """Anchors that double at each level: a billion leaves, if they were all followed. No command follows them."""
+    levels = "\n".join(f"a{n}: &a{n} {node.format(n - 1)}" for n in range(1, 40))
     (tmp_path / "config.yaml").write_text(f"a0: &a0 {{x: 1, y: 2}}\n{levels}\n")
+    reason = "has aliases (*NAME), which no run writes"
+    assert read_config(tmp_path / "config.yaml") == ({}, f"config.yaml: can't be read ({reason})")
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        stored(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        exported(tmp_path / "config.yaml", [], "key", {})
+
+
+def test_many_keys(tmp_path):
+    (tmp_path / "config.yaml").write_text("".join(f"a{n}: 1\n" for n in range(MOST_KEYS + 1)))
     keys, note = read_config(tmp_path / "config.yaml")
     assert len(keys) == MOST_KEYS and "the others are left out" in note
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "logs/events.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "summary.json").write_text("{}")
+    os.mkfifo(tmp_path / name)
+    for read in (lambda: read_run(tmp_path, "r", 1), lambda: stored(tmp_path)):
+        with pytest.raises(ConfigError, match=f"{Path(name).name} is a pipe, a socket or a device"):
+            read()
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "!!python/object/apply:os.system ['true']", "\x00"])

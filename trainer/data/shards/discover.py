@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from trainer.data.remote.shard import Remote
 from trainer.errors import ConfigError, DataError
 from trainer.redact import redact_urls
 
+MOST = 1_000_000  # names that one pattern may mean
+RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}")
+
 
 def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | None = None) -> list[Path | Remote]:
     """Find the shards that a recipe names: paths, globs, URLs, programs, with braces (`train-{000..009}.tar`); sorted.
@@ -30,7 +34,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
     urls: list[str] = []
     for pattern in [data] if isinstance(data, str | Path) else data:
         try:
-            names = [str(pattern)] if os.path.isfile(pattern) else list(braceexpand(str(pattern)))
+            names = [str(pattern)] if os.path.isfile(pattern) else expanded(str(pattern))
         except ValueError as error:
             reason = redact_urls(f"{pattern}: is not a pattern ({error})")
             raise DataError(f"{reason}; write braces as {{000..009}} or {{a,b}}") from None
@@ -38,9 +42,9 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
             if name.startswith("pipe:") and not os.path.isfile(name):
                 refuse_program(name, options.allow_pipe)
                 urls.append(name)
-            elif name.partition("://")[0] not in SCHEMES:
+            elif lowered(name).partition("://")[0] not in SCHEMES:
                 files += _files(name.removeprefix("file://"), "" if name == str(pattern) else f" (of {pattern})")
-            elif parsed(name).username:
+            elif parsed(name := lowered(name)).username:
                 raise DataError(f"{shown(name)}: a URL's user and password are not sent; give a URL without them")
             elif "*" in name:
                 raise DataError(f"{shown(name)}: can't be listed; write braces as {{000..009}} or {{a,b}}")
@@ -55,6 +59,19 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
     return [*local, *map(kept, sorted(urls, key=Path))]
 
 
+def expanded(pattern: str) -> list[str]:
+    """Return the names that the braces of a pattern mean.
+
+    Raises:
+        ValueError: The braces are unbalanced, or mean more than `MOST` names, which would fill the memory.
+    """
+    sizes = (abs(int(last) - int(first)) // max(1, int(step or 1)) + 1 for first, last, step in RANGE.findall(pattern))
+    names = list(itertools.islice(braceexpand(pattern), MOST + 1)) if max(sizes, default=0) <= MOST else []
+    if not 0 < len(names) <= MOST:
+        raise ValueError(f"its braces mean more than {MOST:,} names")
+    return names
+
+
 def unpacks(path: Path) -> bool:
     """Return whether a local file is compressed: by its name, and by its first bytes if it has no index yet."""
     if is_packed(path.name) or os.path.exists(f"{path}.idx"):
@@ -64,11 +81,25 @@ def unpacks(path: Path) -> bool:
     return False
 
 
+def lowered(name: str) -> str:
+    """Return a name whose scheme, if it has one, is in lower case: `HTTP://` is `http://`."""
+    scheme, mark, rest = name.partition("://")
+    return scheme.lower() + mark + rest
+
+
 def parsed(url: str) -> SplitResult:
+    """Return the parts of a URL.
+
+    Raises:
+        ConfigError: It has no host, or its port is no number from 1 to 65535.
+    """
     try:
-        return urlsplit(url)
+        parts = urlsplit(url)
+        if parts.port == 0 or (not parts.hostname and parts.scheme in ("http", "https")):
+            raise ValueError("port 0" if parts.port == 0 else "no host")
     except ValueError as error:
         raise ConfigError(f"{redact_urls(url)}: is not a URL ({error}); correct it") from None
+    return parts
 
 
 def refuse_program(name: str, allowed: bool) -> None:

@@ -11,7 +11,7 @@ import yaml
 from trainer.checkpoint.direction import usual
 from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.redact import redact
-from trainer.run_dir import refuse_unreadable
+from trainer.run_dir import refuse_unreadable, stored_config
 from trainer.tools.report.comm import Exchange, read_comm
 from trainer.tools.report.lines import Lines, number, parse, read_object
 from trainer.tools.report.metrics import Metric, read_metrics
@@ -150,11 +150,12 @@ def read_advice(path: Path) -> tuple[list[dict[str, Any]], str]:
 def read_config(path: Path) -> tuple[dict[str, Any], str]:
     """Return the config by dotted keys, with stars for secrets, and one line on what is missing."""
     try:
-        found = yaml.safe_load(path.read_bytes())
+        found = yaml.safe_load(stored_config(path))
     except FileNotFoundError:
         return {}, f"{path.name}: is missing"
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        return {}, f"{path.name}: can't be read ({getattr(error, 'strerror', None) or 'no YAML'})"
+        reason = str(error) if isinstance(error, ConfigError) else getattr(error, "strerror", None) or "no YAML"
+        return {}, f"{path.name}: can't be read ({reason})"
     if not isinstance(found, Mapping):
         return {}, f"{path.name}: can't be read (no keys)"
     keys: dict[str, Any] = {}
