@@ -250,8 +250,8 @@ def test_a_parquet_that_is_damaged_inside_is_one_line(tool, tmp_path):
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("http://[::1/x.tar?sig=s3cr3t", "http://[::1/x.tar?***: is not a URL (Invalid IPv6 URL); correct it"),
-        ("http://u:s3cr3t@[x]/x.tar", "http://***@[x]/x.tar: is not a URL ("),
+        ("http://[::1/x.tar?sig=s3cr3t", "http://[::1/x.tar?***: is not a valid URL (Invalid IPv6 URL); correct it"),
+        ("http://u:s3cr3t@[x]/x.tar", "http://***@[x]/x.tar: is not a valid URL ("),
     ],
 )
 def test_what_is_no_url_is_one_line(tool, url, said):

@@ -119,7 +119,7 @@ def test_a_url_that_can_not_be_asked_for_is_refused_at_once(tmp_path: Path, monk
     monkeypatch.setattr(timeouts, "FIRST_DOWNLOAD_S", 60.0)
     for url in ("http://127.0.0.1/a b.tar?sig=s3cr3t", "http://127.0.0.1:http/a.tar?sig=s3cr3t"):
         with pytest.raises(
-            ConfigError, match=r"^http://127\.0\.0\.1.*: is not a valid URL \(.*\); correct it, "
+            ConfigError, match=r"^http://127\.0\.0\.1.*: is not a valid URL \(.*\); correct it"
         ) as caught:
             Index.open(remote(tmp_path, url))
         assert "s3cr3t" not in str(caught.value)

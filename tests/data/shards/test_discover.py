@@ -73,7 +73,7 @@ def test_a_compressed_shard_may_be_named_tar(tmp_path: Path, pack: Callable[[byt
 @pytest.mark.parametrize("url", ["http://[::1/x.tar", "http://h:99999/x.tar", "https:///x.tar", "http://h:-1/x.tar"])
 def test_a_url_that_no_server_can_have_is_refused_at_once(url: str) -> None:
     """Not after the patience for a server that is away."""
-    with pytest.raises(ConfigError, match=r": is not a URL \(.*\); correct it"):
+    with pytest.raises(ConfigError, match=r": is not a valid URL \(.*\); correct it"):
         find_shards(url)
 
 

@@ -98,7 +98,7 @@ def parsed(url: str) -> SplitResult:
         if parts.port == 0 or (not parts.hostname and parts.scheme in ("http", "https")):
             raise ValueError("port 0" if parts.port == 0 else "no host")
     except ValueError as error:
-        raise ConfigError(f"{redact_urls(url)}: is not a URL ({error}); correct it") from None
+        raise ConfigError(f"{redact_urls(url)}: is not a valid URL ({error}); correct it") from None
     return parts
 
 
