@@ -277,6 +277,7 @@ def test_an_average_that_has_not_begun_is_left_to_the_weights(cwd):
     done = run([*words, "+callbacks=[swa]", "callbacks.swa.start=3", "callbacks.swa.every=1"], cwd)
     assert done.code == 0, done.err
     for step, own in ((2, "model.safetensors"), (4, "callbacks.safetensors")):
+        shutil.rmtree(cwd / "out", ignore_errors=True)
         done = export(cwd, f"ckpt/swa/step-0000000{step}")
         assert done.code == 0, done.err
         saved = load_file(cwd / f"ckpt/swa/step-0000000{step}" / own)
