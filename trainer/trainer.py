@@ -592,8 +592,8 @@ class Trainer:
             if self.stop_reason != "signal" and self.validated_step != self.step:
                 try:
                     self.validate()
-                except Exception as error:
-                    if self.evaluator.apart or in_collective(error):  # a save would wait for ranks that are elsewhere
+                except Exception:
+                    if self.evaluator.apart:  # a save would wait for ranks that are elsewhere
                         every.pop_all()
                     raise
 

@@ -86,7 +86,7 @@ class Evaluator:
         self.empty = set[str]()  # metrics of which a warning has said that they counted nothing
         self.asks = False  # for media, at the next batch
         self.walking = False  # in lockstep, the others wait for this rank's word at the next batch
-        self.apart = False  # in lockstep, a rank has failed, and ranks may be in different collectives
+        self.apart = False  # ranks may be in different collectives: one has failed in lockstep, or has not come in time
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
@@ -191,7 +191,7 @@ class Evaluator:
         try:
             reports = self.ranks.gather([own, failure is not None])
         except Exception:
-            self.apart = self.lockstep
+            self.apart = True
             raise
         finally:
             if failure:
