@@ -12,7 +12,7 @@ from math import inf
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from trainer.errors import ConfigError, refuse_remote
+from trainer.errors import ConfigError, refuse_empty, refuse_remote
 from trainer.other_words import our_value
 
 KEPT = (int, float, str, tuple, list, types.NoneType)
@@ -47,7 +47,7 @@ class Below(Bound):
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A path that can be opened without a library for a remote store."""
+    """A path that can be opened without a library for a remote store. It is not empty."""
 
 
 PositiveInt = Annotated[int, AtLeast(1)]
@@ -177,6 +177,7 @@ def refuse_out_of_range(key: str, value: Any, kind: Any) -> None:
             if isinstance(bound, Bound) and not type(bound).holds(value, bound.number):
                 raise ConfigError(f"{key}={value}: must be {bound.words} {bound.number}")
             if isinstance(bound, Local):
+                refuse_empty(key, value)
                 refuse_remote(key, value)
     elif origin in (typing.Union, types.UnionType):
         refuse_out_of_range(key, value, next(arg for arg in args if fits(value, arg)))

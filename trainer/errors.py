@@ -189,6 +189,16 @@ def refuse_remote(key: str, path: object) -> None:
         raise ConfigError(f"{key}={path}: is a URL, and only local paths work here; mount the store, or copy the files")
 
 
+def refuse_empty(key: str, path: str | None) -> None:
+    """Refuse an empty path, as of an unset variable of the shell: it would mean the current folder, or the default.
+
+    Raises:
+        ConfigError: The path is empty.
+    """
+    if path == "":
+        raise ConfigError(f"{key}=: is empty; give a path, or leave {key} out (is a variable of the shell not set?)")
+
+
 def require(
     key: str,
     value: float | None,

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -51,8 +52,7 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
         name = re.sub("[^A-Za-z0-9._-]+", "-", name).lstrip(".-")
         return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
     folder = Path(given)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"trainer.run_dir={folder}: is a file; give a folder, or leave this out")
+    refuse_no_folder(folder)
     refuse_astray(folder)
     saved = root / folder.name
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
@@ -186,6 +186,20 @@ def refuse_unreadable(folder: Path) -> None:
     except OSError as error:
         key = f"RUN={printable(str(folder))}"
         raise ConfigError(f"{key}: can't be read: {error.strerror}; give a folder that you may read") from None
+
+
+def refuse_no_folder(folder: Path) -> None:
+    """Refuse a run's folder that is a file, or that can't be made: it lies below a file, or its name is too long."""
+    key = f"trainer.run_dir={folder}"
+    try:
+        is_file = not stat.S_ISDIR(folder.stat().st_mode)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}: can't be a folder: {reason}; give another one") from None
+    if is_file:
+        raise ConfigError(f"{key}: is a file; give a folder, or leave this out")
 
 
 def refuse_astray(folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cache import root
+from trainer.config.compose import config_dirs
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.files import refuse_folder
@@ -56,6 +57,17 @@ def test_a_url_is_no_local_path(key, url):
     """It made a folder `s3:` in the current one."""
     with pytest.raises(ConfigError, match=rf"^{key}={url}: is a URL, and only local paths work here; mount the store"):
         PATHS[key](**{key.rpartition(".")[2]: url})
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_an_empty_path_is_refused_by_its_key(key):
+    """As of `trainer.run_dir=$UNSET`, which was dropped; an empty `checkpoint.dir` was the current folder."""
+    with pytest.raises(ConfigError, match=rf"^{key}=: is empty; give a path, or leave {key} out"):
+        PATHS[key](**{key.rpartition(".")[2]: ""})
+    with pytest.raises(ConfigError, match=r"^recipe.cache=: is empty"):
+        root("")
+    with pytest.raises(ConfigError, match=r"^--config-dir=: is empty"):
+        config_dirs(["--config-dir", ""])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
-from trainer.errors import ConfigError, nearest
+from trainer.errors import ConfigError, nearest, refuse_empty
 from trainer.other_words import our_key
 from trainer.redact import redact_argument, remove_if_secret
 
@@ -44,6 +44,7 @@ def config_dirs(arguments: list[str]) -> list[Path]:
     names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
     names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
     for name in names:
+        refuse_empty("--config-dir", name)
         if not Path(name).is_dir():
             raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
     if len(names) > 1:
