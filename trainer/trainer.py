@@ -43,7 +43,7 @@ from trainer.errors import NOT_FINITE, ConfigError, exit_code
 from trainer.files import remove_unused
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.interactive import live
-from trainer.interactive.again import Again, prepare
+from trainer.interactive.again import Again, places_of, prepare
 from trainer.interactive.dry_run import DryFolder
 from trainer.interactive.names import by_name
 from trainer.interactive.predictions import Predictions
@@ -167,6 +167,7 @@ class Trainer:
         found = run_dir and [str(run_dir), nothing_left(self.plan, run_dir)]
         folder, self.ended = self.ranks.first(found)
         self.run_dir = Path(folder)
+        self.places = places_of(self)
         claim = training_state.claim(self, refused)  # before the log: another process may write this run
         if not self.ended:
             start_log(self.run_dir, self.rank)
