@@ -52,16 +52,24 @@ class Local:
 
 PositiveInt = Annotated[int, AtLeast(1)]
 NonNegativeInt = Annotated[int, AtLeast(0)]
-PositiveFloat = Annotated[float, Above(0)]  # or infinity
-NonNegativeFloat = Annotated[float, AtLeast(0)]
+PositiveFloat = Annotated[float, Above(0), Below(inf)]
+PositiveOrInfinite = Annotated[float, Above(0)]
+NonNegativeFloat = Annotated[float, AtLeast(0), Below(inf)]
 LocalPath = Annotated[str, Local()]
 Beta = Annotated[NonNegativeFloat, Below(1)]  # the decay of a running mean
+Share = Annotated[NonNegativeFloat, AtMost(1)]
 
 # The names of which an annotation may be made if it is to be read from source, without an import.
 PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict, AtLeast, AtMost, Above, Below)}
 PLAIN |= {"Literal": Literal, "Annotated": Annotated, "inf": inf}
 PLAIN |= {"PositiveInt": PositiveInt, "NonNegativeInt": NonNegativeInt}
-PLAIN |= {"PositiveFloat": PositiveFloat, "NonNegativeFloat": NonNegativeFloat, "Beta": Beta}
+PLAIN |= {
+    "PositiveFloat": PositiveFloat,
+    "PositiveOrInfinite": PositiveOrInfinite,
+    "NonNegativeFloat": NonNegativeFloat,
+    "Beta": Beta,
+    "Share": Share,
+}
 PLAIN |= {"LocalPath": LocalPath}
 
 

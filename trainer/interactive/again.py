@@ -48,8 +48,8 @@ def prepare(trainer: MadeAgain, max_steps: int | None, max_epochs: float | None)
     """Before a further `fit`, make the trainer again, resumed from its last checkpoint. The run's folder stays.
 
     Raises:
-        ConfigError: No step is left, the run has no checkpoint, its ranks no longer work together, or a change of the
-            current folder would leave its files in two places.
+        ConfigError: No step is left, the run has no checkpoint, its ranks no longer work together, or the current
+            folder has changed.
     """
     for made, now in zip(trainer.places, places_of(trainer)):
         if made != now:
