@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
+from trainer.config.user_yaml import checked_files
 from trainer.errors import ConfigError, nearest, refuse_empty
 from trainer.other_words import our_key
 from trainer.redact import redact_argument, remove_if_secret
@@ -86,7 +87,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_plugins():
+        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_plugins(), checked_files():
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
@@ -240,7 +241,7 @@ def explain(error: Exception, folders: list[Path]) -> str:
         )
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark):
         return f"{mark.name}: line {mark.line + 1}, column {mark.column + 1}: {error.problem}; correct the YAML there"
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or "defaults: can't be read; write entries as '- override /optimizer: sgd'"
     if merged := re.search("In '(.*?)': .*Cannot merge DictConfig with ListConfig", text):
         return (
             f"{merged[1]}.yaml: has a list where keys are due; write 'callbacks: {{NAME: {{_target_: ...}}}}', or "
