@@ -50,8 +50,8 @@ class Local:
     """A path that can be opened without a library for a remote store. It is not empty."""
 
 
-PositiveInt = Annotated[int, AtLeast(1)]
-NonNegativeInt = Annotated[int, AtLeast(0)]
+PositiveInt = Annotated[int, AtLeast(1), AtMost(2**63 - 1)]
+NonNegativeInt = Annotated[int, AtLeast(0), AtMost(2**63 - 1)]
 PositiveFloat = Annotated[float, Above(0), Below(inf)]
 PositiveOrInfinite = Annotated[float, Above(0)]
 NonNegativeFloat = Annotated[float, AtLeast(0), Below(inf)]

@@ -92,3 +92,9 @@ def test_a_run_without_a_step_is_refused(key):
     with pytest.raises(ConfigError, match=rf"^trainer.{key}=0: trains no step"):
         Options(**{key: 0})
     Options(**{key: 0}, init_from="w.safetensors")  # whose weights are validated and saved
+
+
+@pytest.mark.parametrize("key", ["max_steps", "seed", "log_every_steps"])
+def test_a_whole_number_that_64_bits_do_not_hold_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"^trainer.{key}={2**63}: must be at most {2**63 - 1}$"):
+        Options(**{key: 2.0**63})

@@ -40,6 +40,19 @@ class Job(NamedTuple):
     messages: Sequence[tuple[int, str]] = ()  # lines for the log, each with its level
 
 
+def refuse_options(arguments: list[str]) -> None:
+    """Refuse options of Hydra that would look for other configs, or change nothing.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for option, _, _ in (word.partition("=") for word in arguments):
+        if option in ("--config-path", "-cp"):
+            raise ConfigError(f"{option}: would replace Echelon's configs; --config-dir FOLDER adds yours")
+        if option in ("--package", "-p") and not any(word.split("=")[0] in ("--cfg", "-c") for word in arguments):
+            raise ConfigError(f"{option}: only chooses what --cfg prints; leave it out, or give --cfg job")
+
+
 def config_dirs(arguments: list[str]) -> list[Path]:
     """Return the folders that --config-dir names."""
     names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
@@ -81,6 +94,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
 
+    refuse_options(arguments)
     expanded, lines = expand(arguments)
     words = merge_callbacks([normalize(word, folders) for word in expanded], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
@@ -235,6 +249,8 @@ def explain(error: Exception, folders: list[Path]) -> str:
         return f"{group}={name}: there is no such {group.removesuffix('s')}; {nearest(name, known)}"
     if isinstance(error, OverrideParseException):
         word = redact_argument(error.override.removeprefix("++"))
+        if re.fullmatch(r"[\w.+]+", word):
+            return f"{word}: has no value; write {word}=VALUE, without spaces around ="
         shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
         return (
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
@@ -253,7 +269,7 @@ def explain(error: Exception, folders: list[Path]) -> str:
         return f"{word}: one run takes one value; 'echelon -m {word}' makes a run of each, {key}=[{values}] is a list"
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         group, _, name = absent[1].partition(".")
-        near = difflib.get_close_matches(name, choices(group, folders), 1)
+        near = difflib.get_close_matches(name, choices(group, folders).keys() - {name}, 1)
         return f"~{absent[1]}: is not in this run; {f'did you mean ~{group}.{near[0]}?' if near else 'leave this out'}"
     reason, _, key = text.partition(" full_key: ")  # OmegaConf's
     return f"{key.split()[0]}: {reason}; give a value, or a key that is there" if key else f"{reason}; see --help"
@@ -271,10 +287,15 @@ def normalize(word: str, folders: list[Path]) -> str:
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
+    if word in ("~trainer", "~data"):
+        raise ConfigError(f"{word}: every run needs these settings; leave this out, and give {word[1:]}.KEY=VALUE")
     if not equals or not name or word[0] in "-~" or re.search("[@/]", name) or name.startswith("hydra."):
         return word
     if name == "callbacks":
-        value = "" if value == "null" else value
+        if value in ("null", "[]", ""):
+            raise ConfigError(
+                f"{word}: would change nothing, since the default callbacks stay; '~callbacks.progress' leaves one out"
+            )
         return f"callbacks={value if '[' in value else f'[{value}]'}"
     if name == "tuned":
         known = choices(name, folders)
@@ -285,6 +306,11 @@ def normalize(word: str, folders: list[Path]) -> str:
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":
             raise ConfigError(f"{word}: a run needs one {name}; there are {', '.join(choices(name, folders))}")
+        if value.startswith("["):
+            raise ConfigError(
+                f"{word}: a run has one {name}; give {name}=NAME, or 'echelon -m {name}={value.strip('[]')}' for a run "
+                "of each"
+            )
         return word
     return f"++{name}={value}"
 
