@@ -53,6 +53,7 @@ from trainer.monitors.named_losses import NamedLosses, combined
 from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
+from trainer.optim.made import refuse_state_elsewhere
 from trainer.optim.rates import Rates
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel import sparse
@@ -621,8 +622,10 @@ class Trainer:
 
     @during(Phase.CHECKPOINT)
     def _check_callbacks(self) -> None:
-        """Refuse attributes that callbacks have set, and after the first step what they would save."""
+        """Refuse attributes that callbacks have set, and after the first step what no checkpoint can have."""
         names = vars(self).keys()
+        if not self.attributes and isinstance(self.optimizer, Optimizer):
+            refuse_state_elsewhere(self.optimizer)
         refuse_new_attributes(names - self.own - vars(Trainer).keys() - BY_FIT, names, self.callbacks)
         for (name, callback), hook in product(self.callbacks.items(), () if self.attributes else SAVED):
             if not type(callback).__module__.startswith("trainer."):
