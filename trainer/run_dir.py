@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint import locate
-from trainer.checkpoint.lock import CHECKPOINTED, is_lock
+from trainer.checkpoint.locate import CHECKPOINTED
+from trainer.checkpoint.lock import is_lock
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import NOT_FINITE, ConfigError, printable, refuse_remote
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused
