@@ -117,9 +117,7 @@ def test_overrides_that_are_refused(here, words, told):
 
 
 def test_the_folder_of_checkpoints_is_no_run(here):
-    with pytest.raises(
-        ConfigError, match=r"^RUN=ckpt/r: holds checkpoints; give the folder of their run, as"
-    ):
+    with pytest.raises(ConfigError, match=r"^RUN=ckpt/r: holds checkpoints; give the folder of their run, as"):
         composed(Path("ckpt/r"), [])
 
 

@@ -267,6 +267,8 @@ def explain(error: Exception, folders: list[Path]) -> str:
         word = redact_argument(several[1].removeprefix("++"))
         key, _, values = word.partition("=")
         return f"{word}: one run takes one value; 'echelon -m {word}' makes a run of each, {key}=[{values}] is a list"
+    if "does not support sweep type" in text:
+        return "-m: interval() is for samplers, which Echelon has none of; give values, as KEY=0.1,0.2, or range(1,4)"
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         group, _, name = absent[1].partition(".")
         near = difflib.get_close_matches(name, choices(group, folders).keys() - {name}, 1)
