@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.data.remote.eviction import is_regular, open_regular
-from trainer.errors import ConfigError, refuse_remote
+from trainer.errors import ConfigError, refuse_empty, refuse_remote
 from trainer.files import sync
 from trainer.log import log
 
 
 def root(cache: str | None = None) -> Path:
     """Return the folder `cache`; None: the user's cache folder."""
+    refuse_empty("recipe.cache", cache)
     refuse_remote("recipe.cache", cache)
     return Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "echelon")).expanduser()
 

@@ -34,7 +34,7 @@ schedule=cosin
 --batch=3
     --batch=3: there is no such option; give settings as KEY=VALUE, without --; see --help
 optimizer.lr
-    optimizer.lr: can't be read as KEY=VALUE; quote it for the shell
+    optimizer.lr: has no value; write optimizer.lr=VALUE, without spaces around =
 batch=[1
     batch=[1: can't be read as KEY=VALUE; quote it for the shell
 'recipe.text=a(b).txt'

@@ -126,16 +126,50 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     ],
 )
 def test_runs_of_a_multirun_that_would_resume_each_other_are_refused(settings):
-    def jobs(settings) -> list[Job]:
-        keys = ("resume", "run_dir", "checkpoint")
-        made = [dict(zip(keys, [*each, {"dir": "ckpt"}], strict=False)) for each in settings]
-        return [Job({"trainer": each}, "toy", []) for each in made]
-
     with pytest.raises(ConfigError, match=r"^trainer.resume=\S+: 2 runs of -m would go on from one run; give each a"):
         main.refuse_shared(jobs(settings))
     main.refuse_shared(jobs([("auto", "runs/a"), ("auto", "runs/b"), ("ckpt/a", None), ("ckpt/b", None)]))
     main.refuse_shared(jobs([(None, None), (None, None)]))
     main.refuse_shared(jobs([("auto", None, {"dir": name}) for name in ("ckpt-1", "ckpt-2")]))
+
+
+def jobs(settings: list[Any], dry_run: bool = False) -> list[Job]:
+    keys = ("resume", "run_dir", "checkpoint")
+    made = [dict(zip(keys, [*each, {"dir": "ckpt"}], strict=False)) for each in settings]
+    return [Job({"trainer": {**each, "dry_run": dry_run}}, "toy", []) for each in made]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [(None, "runs/a"), (None, "runs/a")],
+        [(None, "runs/a"), (None, "runs/../runs/a"), (None, None)],
+        [(None, "runs/a", {"dir": "ckpt-1"}), (None, "runs/a", {"dir": "ckpt-2"})],
+        [(None, "x/a"), (None, "y/a")],
+    ],
+)
+def test_runs_of_a_multirun_that_would_write_into_one_folder_are_refused_before_the_first(settings):
+    with pytest.raises(
+        ConfigError, match=r"^trainer.run_dir=\S+: 2 runs of -m would write into one folder of this name"
+    ):
+        main.refuse_shared(jobs(settings))
+    main.refuse_shared(jobs(settings, dry_run=True))
+    main.refuse_shared(jobs([(None, "runs/a"), (None, "runs/b"), (None, "x/a", {"dir": "ckpt-2"}), (None, None)]))
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("trainer.seed=glob(*)", "-m: gives no run, as glob(*) does for a key that is no group; give values, as in"),
+        ("optimizer.lr=interval(0.1,0.3)", "-m: interval() is for samplers, which Echelon has none of; give values"),
+    ],
+)  # fmt: skip
+def test_a_sweep_of_no_values_is_no_success(word, line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(main.sys, "argv", main.sys.argv[:1])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        main.command(["-m", word])
 
 
 @pytest.mark.slow

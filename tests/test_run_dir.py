@@ -44,6 +44,14 @@ def test_a_folder_of_the_users_own_is_refused(name):
     assert contents(name) == {f"{name}/config.yaml": b"precious"}
 
 
+@pytest.mark.parametrize("name", ["file/x", "x" * 300, "a\0b", "file"])
+def test_a_folder_that_can_not_be_made_is_one_line(name):
+    Path("file").write_text("mine")
+    with pytest.raises(ConfigError, match=r"^trainer.run_dir=.*: (can't be a folder: .*|is a file); give a"):
+        make(run_dir=name)
+    assert contents(".") == {"file": b"mine"}
+
+
 @pytest.mark.parametrize("name", ["conf", "runs/r", ".ssh", "a\0b", "x" * 5000, "\ud800"])
 def test_a_strangers_manifest_sends_a_run_into_no_folder_of_the_users(name, monkeypatch):
     """Not even of a run: that one's checkpoints are elsewhere."""

@@ -12,7 +12,7 @@ from math import inf
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from trainer.errors import ConfigError, refuse_remote
+from trainer.errors import ConfigError, refuse_empty, refuse_remote
 from trainer.other_words import our_value
 
 KEPT = (int, float, str, tuple, list, types.NoneType)
@@ -47,21 +47,29 @@ class Below(Bound):
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A path that can be opened without a library for a remote store."""
+    """A path that can be opened without a library for a remote store. It is not empty."""
 
 
-PositiveInt = Annotated[int, AtLeast(1)]
-NonNegativeInt = Annotated[int, AtLeast(0)]
-PositiveFloat = Annotated[float, Above(0)]  # or infinity
-NonNegativeFloat = Annotated[float, AtLeast(0)]
+PositiveInt = Annotated[int, AtLeast(1), AtMost(2**63 - 1)]
+NonNegativeInt = Annotated[int, AtLeast(0), AtMost(2**63 - 1)]
+PositiveFloat = Annotated[float, Above(0), Below(inf)]
+PositiveOrInfinite = Annotated[float, Above(0)]
+NonNegativeFloat = Annotated[float, AtLeast(0), Below(inf)]
 LocalPath = Annotated[str, Local()]
 Beta = Annotated[NonNegativeFloat, Below(1)]  # the decay of a running mean
+Share = Annotated[NonNegativeFloat, AtMost(1)]
 
 # The names of which an annotation may be made if it is to be read from source, without an import.
 PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict, AtLeast, AtMost, Above, Below)}
 PLAIN |= {"Literal": Literal, "Annotated": Annotated, "inf": inf}
 PLAIN |= {"PositiveInt": PositiveInt, "NonNegativeInt": NonNegativeInt}
-PLAIN |= {"PositiveFloat": PositiveFloat, "NonNegativeFloat": NonNegativeFloat, "Beta": Beta}
+PLAIN |= {
+    "PositiveFloat": PositiveFloat,
+    "PositiveOrInfinite": PositiveOrInfinite,
+    "NonNegativeFloat": NonNegativeFloat,
+    "Beta": Beta,
+    "Share": Share,
+}
 PLAIN |= {"LocalPath": LocalPath}
 
 
@@ -177,6 +185,7 @@ def refuse_out_of_range(key: str, value: Any, kind: Any) -> None:
             if isinstance(bound, Bound) and not type(bound).holds(value, bound.number):
                 raise ConfigError(f"{key}={value}: must be {bound.words} {bound.number}")
             if isinstance(bound, Local):
+                refuse_empty(key, value)
                 refuse_remote(key, value)
     elif origin in (typing.Union, types.UnionType):
         refuse_out_of_range(key, value, next(arg for arg in args if fits(value, arg)))

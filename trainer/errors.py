@@ -27,6 +27,7 @@ NO_SHARED_MEMORY = (
     f"{SHARED_MEMORY}: has no room for the batches of data workers; make room, enlarge it (docker run --shm-size=1g), "
     "or give data.workers=0"
 )
+UNMET = re.compile("waiting for clients|while trying to connect to")  # as torch says
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 
 
@@ -80,6 +81,8 @@ def _message(error: BaseException) -> str:
         return f"echelon: {file}: {error.strerror}; {way_out}"
     if limit := exhausted(error):
         return f"echelon: {limit}"
+    if UNMET.search(text := str(error).partition("\n")[0]) and type(error).__name__.startswith("Dist"):
+        return f"echelon: the ranks did not meet: {printable(text)}; start all of them, and let all reach MASTER_ADDR"
     return trace
 
 
@@ -190,6 +193,16 @@ def refuse_remote(key: str, path: object) -> None:
     """
     if REMOTE.match(str(path)):
         raise ConfigError(f"{key}={path}: is a URL, and only local paths work here; mount the store, or copy the files")
+
+
+def refuse_empty(key: str, path: str | None) -> None:
+    """Refuse an empty path, as of an unset variable of the shell: it would mean the current folder, or the default.
+
+    Raises:
+        ConfigError: The path is empty.
+    """
+    if path == "":
+        raise ConfigError(f"{key}=: is empty; give a path, or leave {key} out (is a variable of the shell not set?)")
 
 
 def require(

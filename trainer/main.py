@@ -112,6 +112,8 @@ def command(arguments: list[str]) -> int:
     from trainer.config.check import check
 
     jobs, codes = compose(arguments, folders), [0]
+    if not jobs and {"-m", "--multirun"} & set(arguments) and not any(map(shows, arguments)):
+        raise ConfigError("-m: gives no run, as glob(*) does for a key that is no group; give values, as in KEY=A,B")
     place = detect(dict(os.environ))
     if len(jobs) > 1 and place.world > 1:
         raise ConfigError(
@@ -132,8 +134,16 @@ def command(arguments: list[str]) -> int:
     return max(codes)
 
 
+def shows(word: str) -> bool:
+    """Return whether a word lets Hydra show a config, and run nothing."""
+    return word.partition("=")[0] in ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
+
+
 def refuse_shared(jobs: list[Job]) -> None:
-    """Refuse runs of a multirun that would go on from each other: the first makes all steps, and the rest none."""
+    """Refuse runs of a multirun that would go on from each other, or would write into one folder.
+
+    The first would make all steps, and the rest none.
+    """
     given = [job.config["trainer"] for job in jobs]
     resumed = [(each["resume"], each["run_dir"], each["checkpoint"]["dir"]) for each in given if each["resume"]]
     for resume, *places in resumed:
@@ -142,6 +152,20 @@ def refuse_shared(jobs: list[Job]) -> None:
                 f"trainer.resume={resume}: {same} runs of -m would go on from one run; "
                 "give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"
             )
+    new = [each for each in given if each["run_dir"] and not each["resume"] and not each["dry_run"]]
+    written = [folder for each in new for folder in folders_of(each)]
+    for each in new:
+        if (same := max(map(written.count, folders_of(each)))) > 1:
+            raise ConfigError(
+                f"trainer.run_dir={each['run_dir']}: {same} runs of -m would write into one folder of this name; leave "
+                "this out, or give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"
+            )
+
+
+def folders_of(options: dict[str, Any]) -> set[str]:
+    """Return the folders that a new run writes: its own, and that of its checkpoints."""
+    own = options["run_dir"]
+    return {os.path.realpath(own), os.path.realpath(Path(options["checkpoint"]["dir"], Path(own).name))}
 
 
 def name_folders(jobs: list[Job]) -> None:

@@ -93,8 +93,9 @@ class CheckedLoss:
         return ConfigError(f"recipe.loss(): {mistake}") if mistake else None
 
 
-def is_one_number(loss: Any) -> bool:
-    return isinstance(loss, Tensor) and loss.numel() == 1
+def is_one_number(value: Any) -> bool:
+    """Return whether a value is a tensor of one number, which is not complex: its imaginary part would be lost."""
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
 def check_loss(loss: Any) -> None:
@@ -239,7 +240,7 @@ def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor
         total, count = pair
         if not isinstance(total, Tensor):
             total = total if (number := number_of(total)) is None else torch.tensor(number, dtype=torch.float64)
-        if not isinstance(total, Tensor) or total.numel() != 1:
+        if not is_one_number(total):
             raise refusal(method, total, METRICS, f" as the sum of {name!r}")
         items = number_of(count)
         if items is None or items != items // 1:
@@ -336,7 +337,7 @@ def refusal(method: str, value: Any, expected: str, where: str = "") -> ConfigEr
 
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return f"a {'complex ' if value.is_complex() else ''}tensor of shape {tuple(value.shape)}"
     if isinstance(value, type):
         return f"the class {value.__name__}, not an object of it"
     if isinstance(value, Mapping) and not value:

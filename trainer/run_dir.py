@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainer.checkpoint import locate
-from trainer.checkpoint.lock import CHECKPOINTED, is_lock
+from trainer.checkpoint.locate import CHECKPOINTED
+from trainer.checkpoint.lock import is_lock
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import NOT_FINITE, ConfigError, printable, refuse_remote
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused, special
@@ -55,8 +57,7 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
         name = re.sub("[^A-Za-z0-9._-]+", "-", name).lstrip(".-")
         return make_new(Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", root)
     folder = Path(given)
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"trainer.run_dir={folder}: is a file; give a folder, or leave this out")
+    refuse_no_folder(folder)
     refuse_astray(folder)
     saved = root / folder.name
     restarted = int(os.environ.get("ECHELON_ATTEMPT", "0")) > 0
@@ -209,6 +210,20 @@ def stored_config(file: Path) -> io.StringIO:
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
         raise ConfigError("has aliases (*NAME), which no run writes")
     return io.StringIO(text)
+
+
+def refuse_no_folder(folder: Path) -> None:
+    """Refuse a run's folder that is a file, or that can't be made: it lies below a file, or its name is too long."""
+    key = f"trainer.run_dir={folder}"
+    try:
+        is_file = not stat.S_ISDIR(folder.stat().st_mode)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}: can't be a folder: {reason}; give another one") from None
+    if is_file:
+        raise ConfigError(f"{key}: is a file; give a folder, or leave this out")
 
 
 def refuse_astray(folder: Path) -> None:

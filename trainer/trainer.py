@@ -43,7 +43,7 @@ from trainer.errors import NOT_FINITE, ConfigError, exit_code
 from trainer.files import remove_unused
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.interactive import live
-from trainer.interactive.again import Again, prepare
+from trainer.interactive.again import Again, places_of, prepare
 from trainer.interactive.dry_run import DryFolder
 from trainer.interactive.names import by_name
 from trainer.interactive.predictions import Predictions
@@ -53,6 +53,7 @@ from trainer.monitors.named_losses import NamedLosses, combined
 from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
+from trainer.optim.made import refuse_state_elsewhere
 from trainer.optim.rates import Rates
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel import sparse
@@ -167,6 +168,7 @@ class Trainer:
         found = run_dir and [str(run_dir), nothing_left(self.plan, run_dir)]
         folder, self.ended = self.ranks.first(found)
         self.run_dir = Path(folder)
+        self.places = places_of(self)
         claim = training_state.claim(self, refused)  # before the log: another process may write this run
         if not self.ended:
             start_log(self.run_dir, self.rank)
@@ -620,8 +622,10 @@ class Trainer:
 
     @during(Phase.CHECKPOINT)
     def _check_callbacks(self) -> None:
-        """Refuse attributes that callbacks have set, and after the first step what they would save."""
+        """Refuse attributes that callbacks have set, and after the first step what no checkpoint can have."""
         names = vars(self).keys()
+        if not self.attributes and isinstance(self.optimizer, Optimizer):
+            refuse_state_elsewhere(self.optimizer)
         refuse_new_attributes(names - self.own - vars(Trainer).keys() - BY_FIT, names, self.callbacks)
         for (name, callback), hook in product(self.callbacks.items(), () if self.attributes else SAVED):
             if not type(callback).__module__.startswith("trainer."):

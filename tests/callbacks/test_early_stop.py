@@ -57,6 +57,12 @@ def test_by_hand(knobs, values, stop):
     assert stopped_at(EarlyStop(metric="val/x", **knobs), values) == stop
 
 
+@pytest.mark.parametrize("least", [-1, float("nan"), float("inf")])
+def test_a_least_change_that_is_none_is_refused(least):
+    with pytest.raises(ConfigError, match=rf"^callbacks.early_stop.min_delta={least}: must be "):
+        EarlyStop(min_delta=least)
+
+
 def test_the_count_survives_a_resume():
     first = EarlyStop(patience=3)
     assert stopped_at(first, [1.0, 2.0, 2.0]) is None

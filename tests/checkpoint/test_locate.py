@@ -104,6 +104,15 @@ def test_paths(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.readlink(root / "last.pt") == "run/step-00000002"
 
 
+def test_the_run_of_a_folder_has_its_checkpoints_elsewhere(run: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "runs" / "a").mkdir(parents=True)
+    (folder / "checkpointed").write_text(str(run))
+    with pytest.raises(ConfigError, match=r"runs/a: the run's checkpoints were in .*ckpt/run, where there are none"):
+        resolve(str(folder), Path("unused"), None)
+    put(run, 1)
+    assert resolve(str(folder), Path("unused"), None) == run / "step-00000001"
+
+
 OLDER = r"; trainer\.resume=.*/run/step-00000001 is valid, or trainer\.resume=auto"
 
 

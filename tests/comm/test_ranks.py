@@ -219,3 +219,11 @@ def test_a_rank_without_an_address_to_meet_at_is_refused_in_one_line(monkeypatch
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ConfigError, match=r"^RANK=1: is set without MASTER_ADDR and MASTER_PORT, so no launcher has "):
         Ranks(Place(1, 2, 1, 2, "", "torchrun"), "cpu", "gloo", 5.0)
+
+
+@pytest.mark.parametrize("port", ["", "abc", "0", "99999"])
+def test_a_port_that_is_none_is_refused_by_its_name(port, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: is no port, where 2 ranks have to meet; set one"):
+        Ranks(Place(1, 2, 1, 2, "", "torchrun"), "cpu", "gloo", 5.0)

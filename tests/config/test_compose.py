@@ -136,6 +136,28 @@ def test_hydra_composes_a_run_once_unless_its_mode_may_be_set(
     assert composed.call_count == times
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("recipe=[bert_tiny,resnet_tiny]", "a run has one recipe; give recipe=NAME, or 'echelon -m recipe=bert_tiny,"),
+        ("+optimizer=[sgd]", "a run has one optimizer; give"),
+        ("nccl=[default,sharp]", "a run has one nccl; give"),
+        ("callbacks=null", "would change nothing, since the default callbacks stay; '~callbacks.progress' leaves"),
+        ("callbacks=[]", "would change nothing"),
+        ("~callbacks.ema", "is not in this run; leave this out"),
+        ("~callbacks.emma", "is not in this run; did you mean ~callbacks.ema?"),
+        ("~trainer", "every run needs these settings; leave this out"),
+        ("trainer.max_steps", "has no value; write trainer.max_steps=VALUE, without spaces around ="),
+        ("--config-path", "would replace Echelon's configs; --config-dir FOLDER adds yours"),
+        ("--package", "only chooses what --cfg prints"),
+    ],
+)
+def test_a_word_that_would_do_something_else_is_refused(word: str, told: str, composed) -> None:
+    with pytest.raises(ConfigError) as refused:
+        composed([word])
+    assert str(refused.value).startswith(f"{word}: {told}")
+
+
 @pytest.mark.parametrize("kind", ["launcher", "sweeper"])
 @pytest.mark.parametrize("chosen", ["by argument", "by a file"])
 def test_plugins_that_would_train_nothing_are_refused(tmp_path, kind, chosen):

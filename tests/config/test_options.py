@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cache import root
+from trainer.config.compose import config_dirs
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.files import refuse_folder
@@ -58,6 +59,17 @@ def test_a_url_is_no_local_path(key, url):
         PATHS[key](**{key.rpartition(".")[2]: url})
 
 
+@pytest.mark.parametrize("key", PATHS)
+def test_an_empty_path_is_refused_by_its_key(key):
+    """As of `trainer.run_dir=$UNSET`, which was dropped; an empty `checkpoint.dir` was the current folder."""
+    with pytest.raises(ConfigError, match=rf"^{key}=: is empty; give a path, or leave {key} out"):
+        PATHS[key](**{key.rpartition(".")[2]: ""})
+    with pytest.raises(ConfigError, match=r"^recipe.cache=: is empty"):
+        root("")
+    with pytest.raises(ConfigError, match=r"^--config-dir=: is empty"):
+        config_dirs(["--config-dir", ""])
+
+
 @pytest.mark.parametrize(
     "refuse",
     [
@@ -80,3 +92,9 @@ def test_a_run_without_a_step_is_refused(key):
     with pytest.raises(ConfigError, match=rf"^trainer.{key}=0: trains no step"):
         Options(**{key: 0})
     Options(**{key: 0}, init_from="w.safetensors")  # whose weights are validated and saved
+
+
+@pytest.mark.parametrize("key", ["max_steps", "seed", "log_every_steps"])
+def test_a_whole_number_that_64_bits_do_not_hold_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"^trainer.{key}={2**63}: must be at most {2**63 - 1}$"):
+        Options(**{key: 2.0**63})

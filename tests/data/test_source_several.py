@@ -50,7 +50,12 @@ def test_a_mapping_of_weights_is_a_mixture(tmp_path):
     assert isinstance(open_source(Recipe({str(shards[0]): 2}), "val", 0), Samples)
 
 
-@pytest.mark.parametrize("data", [{}, {"a": None}, {1: points(3)}, {"a/b": points(3)}, {"a b": points(3)}])
+def test_no_data_set_at_all_is_said_so():
+    with pytest.raises(DataError, match=r"^recipe\.data\('val'\): returned an empty dict; return data sets by name"):
+        open_source(Recipe({}), "val", 0)
+
+
+@pytest.mark.parametrize("data", [{"a": None}, {1: points(3)}, {"a/b": points(3)}, {"a b": points(3)}])
 def test_other_mappings_are_refused(data):
     with pytest.raises(DataError, match=r"^recipe\.data\('val'\): .* give data sets by names of letters"):
         open_source(Recipe(data), "val", 0)

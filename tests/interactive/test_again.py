@@ -1,6 +1,7 @@
 """A second `fit`: the bits of a run that was never interrupted, or one line that says why not."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,37 @@ def test_a_second_fit_without_steps_says_so_and_changes_nothing(tmp_path):
 def test_a_first_fit_has_the_limits_of_the_options():
     with pytest.raises(ConfigError, match=r"^fit: limits are for a further fit; give the first ones as Options\("):
         make().fit(max_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"max_steps": "6"}, r"max_steps\)=6: must be int or null, not str"),
+        ({"max_steps": True}, r"max_steps\)=true: must be int or null, not bool"),
+        ({"max_steps": -1}, r"max_steps\)=-1: must be at least 0"),
+        ({"max_epochs": float("inf")}, r"max_epochs\)=inf: must be less than inf"),
+        ({"max_epochs": float("nan")}, r"max_epochs\)=nan: must be at least 0"),
+    ],
+)
+def test_the_limits_of_a_further_fit_are_checked_as_those_of_the_options(limits, told):
+    trainer = make(max_steps=1)
+    trainer.fit()
+    with pytest.raises(ConfigError, match=rf"^fit\({told}$"):
+        trainer.fit(**limits)
+    whole: Any = 2.0  # as 1e3 is
+    assert trainer.fit(max_steps=whole)["steps"] == 2
+
+
+def test_a_run_is_written_into_one_folder_though_the_current_one_changes(tmp_path, monkeypatch):
+    relative, absolute = make(), make(run_dir=str(tmp_path / "x"), checkpoint=CheckpointOptions(str(tmp_path / "c")))
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    told = f"since Trainer(), so the run would write into {tmp_path}/runs/r and {tmp_path}/elsewhere/runs/r; change"
+    with pytest.raises(ConfigError, match=rf"^fit: .*{re.escape(told)}"):
+        relative.fit()
+    assert absolute.fit()["steps"] == 3 and not list(Path().iterdir())
+    monkeypatch.chdir(tmp_path)
+    assert relative.fit()["steps"] == 3
 
 
 class Fails(Callback):

@@ -108,12 +108,26 @@ def test_an_open_end_is_refused_by_all_but_constant(kind, name):
     ("knobs", "message"),
     [
         ({"start": 1.5}, "schedule.start=1.5: must be at most 1"),
+        ({"annealing": math.inf}, "schedule.annealing=inf: must be less than inf"),
         ({"start": 0.3, "annealing": 0.4}, "schedule.annealing=0.4: must be at most schedule.start=0.3"),
     ],
 )
 def test_shares_of_the_run_that_cannot_be(knobs, message):
     with pytest.raises(ConfigError, match=message):
         SWA(**knobs)
+
+
+@pytest.mark.parametrize("kind", [Linear, Cosine, OneCycle, Cyclic, SWA])
+@pytest.mark.parametrize("floor", [-1, -1e-9, 1.5, math.nan, math.inf])
+def test_a_floor_outside_of_the_peak_is_refused(kind, floor):
+    """A negative one trained with negative rates; NaN ended the run with weights that are not finite."""
+    with pytest.raises(ConfigError, match=rf"^schedule.floor={floor}: must be "):
+        kind(floor=floor)
+
+
+def test_a_schedule_without_a_shape_is_refused():
+    with pytest.raises(ConfigError, match=r"^schedule=Schedule\(\): has no shape"):
+        Schedule().resolve(10, 12, 96)
 
 
 class Rates(Callback):

@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from trainer.process.environment import (
     variables,
 )
 
+ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 
 
@@ -62,6 +64,26 @@ def test_an_unknown_launcher_is_refused_instead_of_training_many_times():
 def test_a_variable_that_is_no_number_is_named(name, value):
     with pytest.raises(ConfigError, match=f"^{name}={value}: is not a number"):
         detect({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("env", "line"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "torchrun: its variables say rank 5 of 2, and rank 0 of 1 on this node, "),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "torchrun: its variables say rank 0 of 0, and rank 0 of 1 on this node, "),
+        (ELASTIC | {"LOCAL_RANK": "4"}, "torchrun: its variables say rank 5 of 8, and rank 4 of 4 on this node, "),
+        (ELASTIC | {"LOCAL_WORLD_SIZE": "9"}, "torchrun: its variables say rank 5 of 8, and rank 1 of 9 on this "),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE: is not set, though others of its launcher's "),
+        ({"PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, "PMI_SIZE: is not set, though others of its launcher's "),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_NODES: is not set, though others of its launcher's "),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "0"}, "srun: 2 tasks on 0 nodes are not the same"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}, "SLURM_JOB_ID: is not set, though others of its "),
+    ],
+)  # fmt: skip
+def test_variables_that_no_launcher_has_set(env, line):
+    """As they stay behind in a shell, or in a file of a cluster's defaults."""
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        detect(dict(env))
 
 
 def test_the_limit_of_open_files_is_raised():
@@ -129,7 +151,6 @@ def test_the_usual_cache_of_compiled_code_stays(tmp_path: Path, monkeypatch):
     assert env == {}
 
 
-ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
     "SLURM_JOB_ID": "4242",
     "SLURM_STEP_ID": "1",

@@ -106,12 +106,19 @@ def test_overrides_are_those_of_the_command(here):
     [
         (["recipe=bert_tiny"], "recipe=bert_tiny: a resume keeps its recipe; leave this out"),
         (["-m", "optimizer.lr=1,2"], "-m: a resume goes on with one run; leave -m out"),
+        (["trainer.run_dir=runs/s"], "trainer.run_dir=runs/s: a resume goes on in the run's own folder runs/r; leave"),
+        (["trainer.run_dir=null"], "trainer.run_dir=null: a resume goes on in the run's own folder runs/r; leave"),
         (["optimizer=sdg"], "optimizer=sdg: there is no such optimizer; did you mean sgd"),
     ],
 )
 def test_overrides_that_are_refused(here, words, told):
     with pytest.raises(ConfigError, match=re.escape(told)):
         composed(Path("runs/r"), words)
+
+
+def test_the_folder_of_checkpoints_is_no_run(here):
+    with pytest.raises(ConfigError, match=r"^RUN=ckpt/r: holds checkpoints; give the folder of their run, as"):
+        composed(Path("ckpt/r"), [])
 
 
 def test_keys_are_checked(here):

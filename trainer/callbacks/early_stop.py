@@ -3,7 +3,7 @@
 import math
 from typing import Any, Literal
 
-from trainer.annotated import PositiveInt
+from trainer.annotated import NonNegativeFloat, PositiveInt
 from trainer.callback import Callback, TrainerProtocol
 from trainer.checkpoint.direction import warn_of_direction
 from trainer.errors import ConfigError
@@ -23,7 +23,7 @@ class EarlyStop(Callback):
         self,
         metric: str = "val/loss",
         patience: PositiveInt = 3,
-        min_delta: float = 0.0,
+        min_delta: NonNegativeFloat = 0.0,
         mode: Literal["min", "max"] = "min",
     ) -> None:
         self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode

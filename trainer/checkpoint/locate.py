@@ -12,6 +12,7 @@ from trainer.log import log
 
 LAST = "last.pt"
 BEST = "best.pt"
+CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the path of its checkpoints
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -79,6 +80,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
         if resume == "auto":
             run_dir = run_dir or _last_run(root, reads)
             return newest(run_dir, reads) if run_dir else None
+        target = _checkpoints_of(key, target, reads)
         if os.path.lexists(target / MANIFEST) or target in checkpoints(target.parent, reads):
             verify(target)
             return target
@@ -93,6 +95,15 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
     if os.path.islink(resume):
         why = f"points to {target}, which {why}"
     raise ConfigError(f"{key}: {why}; {ways}")
+
+
+def _checkpoints_of(key: str, folder: Path, reads: bool) -> Path:
+    """Return where a run has its checkpoints, for the run's own folder; any other path as it is."""
+    if not (noted := folder / CHECKPOINTED).is_file():
+        return folder
+    if not checkpoints(saved := Path(noted.read_text(errors="replace")), reads):
+        raise ConfigError(f"{key}: the run's checkpoints were in {saved}, where there are none; give a checkpoint")
+    return saved
 
 
 def step_of(checkpoint: Path) -> int:

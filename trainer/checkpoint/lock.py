@@ -11,11 +11,11 @@ from pathlib import Path
 
 from trainer.checkpoint.commit import begin, make
 from trainer.checkpoint.fence import ATTEMPT
+from trainer.checkpoint.locate import CHECKPOINTED
 from trainer.errors import ConfigError
 from trainer.files import sweep_temporary, write_whole
 from trainer.log import log
 
-CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the path of its checkpoints
 HELD = re.compile(rb"process [0-9]+ on .*")  # content of a lock
 UNWRITTEN = re.compile(r"logs|tensorboard|export|profile|(rank\d+\.log|[a-z_]+\.jsonl)")  # folders, or empty files
 EXPORTED = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # a file that safetensors was writing

@@ -196,12 +196,20 @@ def in_collective(error: BaseException) -> bool:
 
 
 def refuse_alone(place: Place) -> None:
-    """Raise ConfigError if RANK is set without the address of a rendezvous, which any launcher would set, too."""
+    """Raise ConfigError if RANK is set without the address of a rendezvous, which any launcher would set, too.
+
+    The same if MASTER_PORT is no port.
+    """
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if absent and place.launcher == "torchrun":
         raise ConfigError(
             f"RANK={place.rank}: is set without {' and '.join(absent)}, so no launcher has set it; unset it, or start "
             "by torchrun or srun"
+        )
+    port = os.environ.get("MASTER_PORT", "1")
+    if not place.store and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(
+            f"MASTER_PORT={port}: is no port, where {place.world} ranks have to meet; set one between 1 and 65535"
         )
 
 

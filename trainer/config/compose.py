@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
-from trainer.errors import ConfigError, nearest, printable
+from trainer.config.user_yaml import checked_files
+from trainer.errors import ConfigError, nearest, printable, refuse_empty
 from trainer.files import special
 from trainer.other_words import our_key
 from trainer.redact import redact_argument, remove_if_secret
@@ -40,11 +41,25 @@ class Job(NamedTuple):
     messages: Sequence[tuple[int, str]] = ()  # lines for the log, each with its level
 
 
+def refuse_options(arguments: list[str]) -> None:
+    """Refuse options of Hydra that would look for other configs, or change nothing.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for option, _, _ in (word.partition("=") for word in arguments):
+        if option in ("--config-path", "-cp"):
+            raise ConfigError(f"{option}: would replace Echelon's configs; --config-dir FOLDER adds yours")
+        if option in ("--package", "-p") and not any(word.split("=")[0] in ("--cfg", "-c") for word in arguments):
+            raise ConfigError(f"{option}: only chooses what --cfg prints; leave it out, or give --cfg job")
+
+
 def config_dirs(arguments: list[str]) -> list[Path]:
     """Return the folders that --config-dir names."""
     names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
     names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
     for name in names:
+        refuse_empty("--config-dir", name)
         if not Path(name).is_dir():
             raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
         if found := special(Path(name), "**/*.yaml"):
@@ -82,13 +97,14 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
 
+    refuse_options(arguments)
     expanded, lines = expand(arguments)
     words = merge_callbacks([normalize(word, folders) for word in expanded], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_plugins():
+        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_plugins(), checked_files():
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
@@ -241,13 +257,15 @@ def explain(error: Exception, folders: list[Path]) -> str:
             reason = f"has bytes that this process does not read as text, since its locale has {name}"
             return f"{printable(error.override.removeprefix('++'))}: {reason}; set LC_ALL=C.UTF-8"
         word = redact_argument(error.override.removeprefix("++"))
+        if re.fullmatch(r"[\w.+]+", word):
+            return f"{word}: has no value; write {word}=VALUE, without spaces around ="
         shell, text = "'+callbacks=[a,b]'", "'recipe.text=\"a(b).txt\"'"
         return (
             f"{word}: can't be read as KEY=VALUE; quote it for the shell, as in {shell}, and text twice, as in {text}"
         )
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark):
         return f"{mark.name}: line {mark.line + 1}, column {mark.column + 1}: {error.problem}; correct the YAML there"
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()) or "defaults: can't be read; write entries as '- override /optimizer: sgd'"
     if merged := re.search("In '(.*?)': .*Cannot merge DictConfig with ListConfig", text):
         return (
             f"{merged[1]}.yaml: has a list where keys are due; write 'callbacks: {{NAME: {{_target_: ...}}}}', or "
@@ -257,9 +275,11 @@ def explain(error: Exception, folders: list[Path]) -> str:
         word = redact_argument(several[1].removeprefix("++"))
         key, _, values = word.partition("=")
         return f"{word}: one run takes one value; 'echelon -m {word}' makes a run of each, {key}=[{values}] is a list"
+    if "does not support sweep type" in text:
+        return "-m: interval() is for samplers, which Echelon has none of; give values, as KEY=0.1,0.2, or range(1,4)"
     if absent := re.search("delete from config. '(.*)' does not exist", text):
         group, _, name = absent[1].partition(".")
-        near = difflib.get_close_matches(name, choices(group, folders), 1)
+        near = difflib.get_close_matches(name, choices(group, folders).keys() - {name}, 1)
         return f"~{absent[1]}: is not in this run; {f'did you mean ~{group}.{near[0]}?' if near else 'leave this out'}"
     reason, _, key = text.partition(" full_key: ")  # OmegaConf's
     return f"{key.split()[0]}: {reason}; give a value, or a key that is there" if key else f"{reason}; see --help"
@@ -277,10 +297,15 @@ def normalize(word: str, folders: list[Path]) -> str:
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
+    if word in ("~trainer", "~data"):
+        raise ConfigError(f"{word}: every run needs these settings; leave this out, and give {word[1:]}.KEY=VALUE")
     if not equals or not name or word[0] in "-~" or re.search("[@/]", name) or name.startswith("hydra."):
         return word
     if name == "callbacks":
-        value = "" if value == "null" else value
+        if value in ("null", "[]", ""):
+            raise ConfigError(
+                f"{word}: would change nothing, since the default callbacks stay; '~callbacks.progress' leaves one out"
+            )
         return f"callbacks={value if '[' in value else f'[{value}]'}"
     if name == "tuned":
         known = choices(name, folders)
@@ -291,6 +316,11 @@ def normalize(word: str, folders: list[Path]) -> str:
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":
             raise ConfigError(f"{word}: a run needs one {name}; there are {', '.join(choices(name, folders))}")
+        if value.startswith("["):
+            raise ConfigError(
+                f"{word}: a run has one {name}; give {name}=NAME, or 'echelon -m {name}={value.strip('[]')}' for a run "
+                "of each"
+            )
         return word
     return f"++{name}={value}"
 

@@ -2,17 +2,16 @@
 
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from math import inf
 from typing import Annotated, Any, Literal
 
 from trainer.annotated import (
     AtLeast,
-    Below,
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PositiveOrInfinite,
     check_fields,
 )
 from trainer.config.duration import Duration
@@ -29,7 +28,7 @@ class CheckpointOptions:
     dir: LocalPath = "ckpt"
     every: Literal["auto"] | None = None  # auto: by measured stall and failures, instead of the next two
     every_steps: PositiveInt | None = 1000
-    every_minutes: PositiveFloat | None = 30.0  # by rank 0's clock
+    every_minutes: PositiveOrInfinite | None = 30.0  # by rank 0's clock
     keep: Annotated[int, AtLeast(2)] = 2  # newest valid checkpoints kept; the newest may turn out to be damaged
     keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
     keep_every: PositiveInt | None = None  # steps; checkpoints of multiples of it stay for ever
@@ -44,7 +43,7 @@ class CheckpointOptions:
 class DDPOptions:
     """Arguments of torch's DistributedDataParallel, by torch's names but for the unit."""
 
-    bucket_mib: Annotated[PositiveFloat, Below(inf)] | None = None  # null: torch's 25, after a first bucket of 1
+    bucket_mib: PositiveFloat | None = None  # null: torch's 25, after a first bucket of 1
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool | None = None  # null: on CUDA, where it saves a copy of the gradients
@@ -79,11 +78,11 @@ class DataOptions:
     decoders: list[Any] = field(default_factory=list)  # functions (".seg.png", bytes) -> value, or None: the next one's
     map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
     # Share of an epoch's samples that may be unreadable, 10 at least; 0: none.
-    max_bad: Annotated[NonNegativeFloat, Below(inf)] = 1e-4
+    max_bad: NonNegativeFloat = 1e-4
     allow_pipe: bool = False  # whether a shard may be pipe:PROGRAM ARGUMENTS, which is run without a shell
     cache_dir: LocalPath = "~/.cache/echelon/shards"  # echelon-shards in it has downloaded and unpacked shards
     # Size of the cache; the least recently used shards are deleted, shards in use stay.
-    cache_gb: Annotated[PositiveFloat, Below(inf)] = 50.0
+    cache_gb: PositiveFloat = 50.0
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")
@@ -102,9 +101,9 @@ class Options:
     master_weights: bool = True  # false: with bf16_params, weights in bf16 alone, which steps round stochastically
     deterministic: bool = False  # GPU kernels that give the same bits every time; an error if an operation has none
     max_steps: NonNegativeInt | None = None  # 0: with init_from, whose weights are validated and saved
-    max_epochs: Annotated[NonNegativeFloat, Below(inf)] | None = None
-    clip_norm: PositiveFloat | None = None  # global norm; null or infinity does not clip
-    clip_value: PositiveFloat | None = None  # magnitude of each element; null does not clip
+    max_epochs: NonNegativeFloat | None = None
+    clip_norm: PositiveOrInfinite | None = None  # global norm; null or infinity does not clip
+    clip_value: PositiveOrInfinite | None = None  # magnitude of each element; null does not clip
     sync_batch_norm: bool = False  # BatchNorm in training has the mean and variance of all ranks' samples; on GPUs
     validate_every: int | str | None = None  # a duration; null: at the end only
     limit_batches: LimitOptions = field(default_factory=LimitOptions)
@@ -117,7 +116,7 @@ class Options:
     init_from: LocalPath | None = None  # weights only: a checkpoint, a file, a Hugging Face folder
     run_dir: LocalPath | None = None  # null: runs/<recipe>-<time>
     # Of a collective, of a data worker; after twice that without a step, the run ends.
-    timeout_s: Annotated[PositiveFloat, Below(inf)] = 600.0
+    timeout_s: PositiveFloat = 600.0
     restarts: NonNegativeInt = 3  # after failures without progress; only of ranks that Echelon itself starts
     check_replicas_every: PositiveInt | None = 1000  # steps; checks that all ranks have the same weights
     allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name

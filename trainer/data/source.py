@@ -305,7 +305,9 @@ def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Any]
     Raises:
         DataError: The mapping is empty, or a name or a data set can't be used.
     """
-    for name, part in data.items() or [("", None)]:
+    if not data:
+        raise DataError(f"recipe.data({split!r}): returned an empty dict; return data sets by name, or None for none")
+    for name, part in data.items():
         if not isinstance(name, str) or not NAME.fullmatch(name) or part is None:
             raise DataError(
                 f"recipe.data({split!r}): {name!r} is {'None' if part is None else 'not a name'}; give data sets by "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.recipe_checks import describe
+from trainer.recipe_checks import describe, is_one_number
 
 METHODS = ("update", "compute", "reset")  # of `torchmetrics.Metric`, which is not imported
 
@@ -114,7 +114,7 @@ def numbers(name: str, value: Any) -> dict[str, float]:
     """
     named = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
     for key, one in named.items():
-        if not isinstance(one, Tensor) or one.numel() != 1:
+        if not is_one_number(one):
             raise ConfigError(
                 f"recipe.metrics(): {key} computes {describe(one)}; give an object that computes one number"
             )

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer.config.parameter_groups import NOT_SETTINGS, check_groups
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
+from trainer.optim.made import rate_of, refuse_unusable
 
 Groups = Iterable[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
@@ -170,7 +171,7 @@ def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | N
     """Make the optimizer of the module's parameter groups.
 
     Raises:
-        ConfigError: The optimizer refuses its settings, or lacks a setting of a group.
+        ConfigError: The optimizer refuses its settings, lacks a setting of a group, or can't be trained with.
     """
     make = optimizer.make if isinstance(optimizer, WithGroups) else optimizer
     by_hidden = getattr(make.func if isinstance(make, partial) else make, "by_hidden", False)
@@ -178,28 +179,17 @@ def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | N
     if not groups:
         raise ConfigError("recipe.model(): no parameter requires a gradient; unfreeze some parameters")
     made = tried(make, groups)
-    refuse_closure(made)
+    refuse_unusable(made, groups)
     for rule in rules.rules if rules else ():
         refuse_settings(rule, make, made, groups)
-    for group in made.param_groups:
-        group["lr"] *= group.pop("lr_scale", 1.0)
+    for i, group in enumerate(made.param_groups):
+        group["lr"] = rate_of(made, i) * group.pop("lr_scale", 1.0)
     if by_hidden and rules:
         names = {p: name for name, p in module.named_parameters()}
         rest = [p for group in made.param_groups if not group["hidden"] for p in group["params"]]
         matrices = ", ".join(names[p] for p in rest if p.dim() == 2)
         log.info("%s: AdamW steps %d parameters, of which are matrices: %s", type(made).__name__, len(rest), matrices)
     return made
-
-
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Raise ConfigError if a step computes the gradient several times, as that of LBFGS does."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    if any(p.default is p.empty and p.kind in by_position for p in parameters):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__}.step() needs a closure, and Echelon computes the gradient of a "
-            "step once; choose an optimizer whose step needs none, such as adamw"
-        )
 
 
 def tried(make: Callable[..., Optimizer], groups: Groups, key: str = "optimizer", **settings: Any) -> Optimizer:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from trainer.annotated import AtMost, Below, PositiveFloat, PositiveInt, check_fields
+from trainer.annotated import AtMost, Below, PositiveFloat, PositiveInt, Share, check_fields
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -37,6 +37,8 @@ class Schedule:
 
     def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> "Rate":
         """Return the rate of a run of `total` steps (None: open end) with `batch` samples a step."""
+        if type(self).shape is Schedule.shape:
+            raise ConfigError(f"schedule={type(self).__name__}(): has no shape(progress); give Constant() or Cosine()")
         warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
         if total is None and not isinstance(self, Constant):
             name = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", type(self).__name__).lower()  # as the config has it
@@ -106,7 +108,7 @@ class Constant(Schedule):
 class Linear(Schedule):
     """A line down to `floor`, a fraction of the peak."""
 
-    floor: float = 0.0
+    floor: Share = 0.0
 
     def shape(self, progress: float) -> float:
         return self.floor + (1 - self.floor) * (1 - progress)
@@ -116,7 +118,7 @@ class Linear(Schedule):
 class Cosine(Schedule):
     """Half a cosine down to `floor` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts)."""
 
-    floor: float = 0.0
+    floor: Share = 0.0
 
     def shape(self, progress: float) -> float:
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -130,8 +132,8 @@ class OneCycle(Schedule):
     """
 
     rise: Annotated[PositiveFloat, Below(1)] = 0.3
-    start: float = 0.04
-    floor: float = 4e-6
+    start: Share = 0.04
+    floor: Share = 4e-6
 
     def shape(self, progress: float) -> float:
         low, x = (
@@ -147,7 +149,7 @@ class Cyclic(Schedule):
     """Triangles between `floor` and 1, `cycles` of them (Smith 2017, arXiv:1506.01186)."""
 
     cycles: PositiveInt = 4
-    floor: float = 0.1
+    floor: Share = 0.1
 
     def shape(self, progress: float) -> float:
         x = progress * self.cycles % 1.0
@@ -168,7 +170,7 @@ class SWA(Schedule):
 
     start: Annotated[PositiveFloat, AtMost(1)] = 0.7
     annealing: PositiveFloat = 0.35
-    floor: float = 0.2
+    floor: Share = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()

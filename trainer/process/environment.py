@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.errors import ConfigError
 
+UNSET = "unset these variables, or start all ranks by torchrun or srun"
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: ranks meet in a new store each time
 
 
@@ -34,7 +35,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
     """Return this process's place, by its launcher's variables, and set the MASTER_ADDR and MASTER_PORT of srun.
 
     Raises:
-        ConfigError: A variable of the launcher is not a number, or contradicts the settings.
+        ConfigError: A variable of the launcher is missing, is not a number, or contradicts the others or the settings.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world = _number(env, "WORLD_SIZE")
@@ -59,6 +60,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
         )
     else:
         return Place()
+    refuse_no_rank(place)
     per_node = place.local_world
     if devices not in ("auto", per_node):
         raise ConfigError(
@@ -87,12 +89,27 @@ def variables(place: Place, private: Path) -> dict[str, str]:
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    value = env[name] if default is None else env.get(name, str(default))
+    value = env.get(name, "" if default is None else str(default))
+    if name not in env and not value:
+        raise ConfigError(f"{name}: is not set, though others of its launcher's variables are; {UNSET}")
     if not value.isdecimal():
         raise ConfigError(
             f"{name}={value}: is not a number, so no launcher set it; unset it, or start by torchrun or srun"
         )
     return int(value)
+
+
+def refuse_no_rank(place: Place) -> None:
+    """Refuse a place that is none among its ranks, as stale or mistyped variables give it.
+
+    Raises:
+        ConfigError: The message has the numbers.
+    """
+    if not (place.rank < place.world and place.local_rank < place.local_world <= place.world):
+        raise ConfigError(
+            f"{place.launcher}: its variables say rank {place.rank} of {place.world}, and rank {place.local_rank} of "
+            f"{place.local_world} on this node, counted from 0; {UNSET}"
+        )
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:
@@ -169,12 +186,14 @@ def _mpich(env: Mapping[str, str]) -> Place:
 
 def _slurm(env: MutableMapping[str, str], devices: int | str) -> Place:
     world, nodes = _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_STEP_NUM_NODES")
-    if world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
+    if not nodes or world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ConfigError(
             f"srun: {world} tasks on {nodes} nodes are not the same number on each node; use --ntasks-per-node"
         )
-    env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
-    env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 20000))
+    if hosts := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
+        env.setdefault("MASTER_ADDR", first_host(hosts))
+    step = _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")
+    env.setdefault("MASTER_PORT", str(20000 + step % 20000))
     rank = _number(env, "SLURM_PROCID")
     if world == nodes and isinstance(devices, int) and devices > 1:
         return Place(rank * devices, world * devices, 0, devices, "", "srun", starts=True)

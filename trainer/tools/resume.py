@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.lock import CHECKPOINTED
+from trainer.annotated import as_yaml
+from trainer.checkpoint.locate import CHECKPOINTED, checkpoints
 from trainer.config.check import check
 from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
@@ -59,7 +60,23 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
     with tempfile.TemporaryDirectory(prefix="echelon-resume-") as place:
         primary = Path(place, "config.yaml")
         OmegaConf.save(OmegaConf.merge({"defaults": defaults}, stored, {"hydra": hydra}, {"hydra": searched}), primary)
-        return compose(words, [CONF, *config_dirs(overrides)], primary)
+        jobs = compose(words, [CONF, *config_dirs(overrides)], primary)
+    for job in jobs:
+        refuse_elsewhere(job.config["trainer"], folder)
+    return jobs
+
+
+def refuse_elsewhere(options: dict[str, Any], folder: Path) -> None:
+    """Refuse overrides with which the run would begin in another folder, without a checkpoint.
+
+    Raises:
+        ConfigError: `trainer.run_dir` is another folder than the run's.
+    """
+    if (given := options.get("run_dir")) != str(folder):
+        raise ConfigError(
+            f"trainer.run_dir={as_yaml(given)}: a resume goes on in the run's own folder {folder}; leave this out, or "
+            f"give the whole command of the run with it and trainer.resume={folder}"
+        )
 
 
 def read(folder: Path) -> Any:
@@ -70,6 +87,8 @@ def read(folder: Path) -> Any:
     refuse_unreadable(folder)
     if not folder.is_dir():
         raise ConfigError(f"{key}: is no folder; give the folder of a run, as in runs/NAME")
+    if not file.exists() and checkpoints(folder, reads=True):
+        raise ConfigError(f"{key}: holds checkpoints; give the folder of their run, as in runs/{folder.name}")
     begun = any((folder / name).exists() for name in (CHECKPOINTED, "metrics.jsonl", "summary.json"))
     if not file.exists() and is_run(folder) and not begun:
         raise ConfigError(f"{key}: this run was stopped before its first step; give the command of the run again")

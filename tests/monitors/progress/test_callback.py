@@ -89,6 +89,7 @@ def test_the_first_step_of_each_start_has_the_loss_of_all_ranks(tmp_path, monkey
         (100, 50, 75, 100.0, "step 75/100  loss 1  0:01:40 left"),  # steps before a resume took no time of this run
         (10_000, 0, 2, 20.0, "step 2/10000  loss 1  1 day, 3:46:20 left"),
         (10_000, 0, 1, 10.0, "step 1/10000  loss 1"),  # the first step takes longer than others
+        (10**18, 0, 25, 25.0, f"step 25/{10**18}  loss 1  3e+10 years left"),
         (None, 0, 25, 30.0, "step 25  loss 1"),
     ],
 )

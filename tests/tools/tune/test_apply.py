@@ -16,7 +16,7 @@ from support.checkpoints import put
 from support.cli import ROOT
 from support.configs import toy_config
 
-from trainer.checkpoint.lock import CHECKPOINTED
+from trainer.checkpoint.locate import CHECKPOINTED
 from trainer.errors import ConfigError
 from trainer.process.calling import echelon
 from trainer.tools.cost_model.workload import Choice

@@ -3,15 +3,14 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.annotated import Below, PositiveFloat
+from trainer.annotated import PositiveFloat
 from trainer.callback import Callback, Role
 from trainer.callbacks.bucket.delayed import DelayedParameters
 from trainer.comm.ranks import Ranks
@@ -44,9 +43,9 @@ class Bucket(Callback):
 
     def __init__(
         self,
-        mib: Annotated[PositiveFloat, Below(inf)] | Literal["auto"] = 25.0,
-        first_mib: Annotated[PositiveFloat, Below(inf)] | None = None,
-        mibs: list[Annotated[PositiveFloat, Below(inf)]] | None = None,
+        mib: PositiveFloat | Literal["auto"] = 25.0,
+        first_mib: PositiveFloat | None = None,
+        mibs: list[PositiveFloat] | None = None,
         late: list[str] | None = None,
     ) -> None:
         for key, value in (("mibs", mibs), ("late", late)):

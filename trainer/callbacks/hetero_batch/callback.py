@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from math import inf
 from typing import Annotated, Any
 
 import torch
@@ -65,7 +64,7 @@ class HeteroBatch(Callback):
         smoothing: Beta = 0.5,
         min_share: Annotated[PositiveFloat, Below(1)] = 0.1,
         max_micro: PositiveInt | list[PositiveInt] | None = None,
-        shares: list[Annotated[PositiveFloat, Below(inf)]] | None = None,
+        shares: list[PositiveFloat] | None = None,
     ) -> None:
         if shares == []:
             raise ConfigError(f"{KEY}.shares=[]: is empty; give one for each rank, or null")

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from trainer.callback import Role
 from trainer.checkpoint.compare import flat
-from trainer.checkpoint.locate import checkpoints
-from trainer.checkpoint.lock import CHECKPOINTED, is_running
+from trainer.checkpoint.locate import CHECKPOINTED, checkpoints
+from trainer.checkpoint.lock import is_running
 from trainer.checkpoint.manifest import Damaged, verify
 from trainer.errors import ConfigError, printable
 from trainer.plan import stateful

@@ -1,0 +1,82 @@
+"""Checks the optimizer that a function of the user's has made."""
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.annotated import plain
+from trainer.errors import ConfigError
+
+
+def refuse_unusable(made: Any, groups: Iterable[dict[str, Any]]) -> None:
+    """Refuse what no run can train or save with.
+
+    Args:
+        groups: The parameters that the optimizer was to be made of.
+
+    Raises:
+        ConfigError: The function has returned no optimizer, or one of other parameters.
+    """
+    if isinstance(made, type) or not hasattr(made, "param_groups") or not callable(getattr(made, "step", None)):
+        given = f"the class {made.__name__}" if isinstance(made, type) else "None" if made is None else _kind(made)
+        raise ConfigError(f"optimizer: the function returned {given}; return an optimizer, as torch.optim.SGD(params)")
+    refuse_closure(made)
+    refuse_others(made, {id(p) for group in groups for p in group["params"]})
+    refuse_state_elsewhere(made)
+
+
+def rate_of(optimizer: Optimizer, i: int) -> float:
+    """Return the learning rate of a group, also of a tensor or an array without dimensions.
+
+    Raises:
+        ConfigError: It is no finite number.
+    """
+    lr = plain(optimizer.param_groups[i].get("lr"))
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr):
+        shown = _kind(lr) if isinstance(lr, Tensor) else repr(lr)
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}.param_groups[{i}]['lr'] is {shown}; give a finite number, as "
+            "lr=0.1, on which the schedule puts its factor"
+        )
+    return float(lr)
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a step computes the gradient several times, as that of LBFGS does."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind in by_position for p in parameters):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}.step() needs a closure, and Echelon computes the gradient of a "
+            "step once; choose an optimizer whose step needs none, such as adamw"
+        )
+
+
+def refuse_others(optimizer: Optimizer, known: set[int]) -> None:
+    """Raise ConfigError if the optimizer trains a tensor whose id is not in `known`."""
+    other = next((p for group in optimizer.param_groups for p in group["params"] if id(p) not in known), None)
+    if other is not None:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} has a tensor of shape {tuple(other.shape)}, which is no parameter "
+            "of the model that trains; make the optimizer of the groups that the function is given"
+        )
+
+
+def refuse_state_elsewhere(optimizer: Any) -> None:
+    """Raise ConfigError if the optimizer keeps state that is not of a parameter, which no checkpoint would have."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if other := [key for key in optimizer.state if id(key) not in own]:
+        shown = _kind(other[0]) if isinstance(other[0], Tensor) else repr(other[0])
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}.state has {shown}, which is none of its parameters, and "
+            "checkpoints have the state of parameters; keep it in state[p] of each parameter p"
+        )
+
+
+def _kind(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"a {type(value).__name__}{shape}"
