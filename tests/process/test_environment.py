@@ -201,6 +201,31 @@ def test_slurm():
             detect(SLURM | uneven)
 
 
+def lacking(name: str) -> dict[str, str]:
+    return {key: value for key, value in SLURM.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("env", "line"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, r"^SLURM_STEP_NUM_NODES: is not set, but other variables of its launcher "),
+        (lacking("SLURM_STEP_ID"), "^SLURM_STEP_ID: is not set, "),
+        (lacking("SLURM_PROCID"), "^SLURM_PROCID: is not set, "),
+        (SLURM | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "SLURM_STEP_NODELIST is not set; "),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "0"}, "^srun: 8 tasks on 0 nodes "),
+        (SLURM | {"SLURM_PROCID": "9"}, r"^SLURM_\*: this process is rank 9 of 8, and 1 of 4 on its node"),
+        (ELASTIC | {"RANK": "8"}, "^RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: this process is rank 8 of 8, "),
+        (ELASTIC | {"WORLD_SIZE": "0"}, "is rank 5 of 0, "),
+        (ELASTIC | {"LOCAL_WORLD_SIZE": "0"}, "and 1 of 0 on its node"),
+        (ELASTIC | {"LOCAL_RANK": "4"}, "and 4 of 4 on its node"),
+        (mpi(2, 2, 0, 2) | {"MASTER_ADDR": "a"}, r"^OMPI_COMM_WORLD_\* or PMI_\*: .* rank 2 of 2"),
+    ],
+)
+def test_variables_of_a_launcher_that_are_left_or_contradict_each_other_are_named(env, line):
+    with pytest.raises(ConfigError, match=line):
+        detect(dict(env))
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     {

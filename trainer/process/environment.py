@@ -59,6 +59,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
         )
     else:
         return Place()
+    _refuse_impossible(place)
     per_node = place.local_world
     if devices not in ("auto", per_node):
         raise ConfigError(
@@ -86,8 +87,22 @@ def variables(place: Place, private: Path) -> dict[str, str]:
     }
 
 
+def _refuse_impossible(place: Place) -> None:
+    if not (place.rank < place.world and place.local_rank < place.local_world <= place.world):
+        names = {"srun": "SLURM_*", "mpirun": "OMPI_COMM_WORLD_* or PMI_*"}.get(place.launcher)
+        raise ConfigError(
+            f"{names or 'RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE'}: this process is rank {place.rank} of "
+            f"{place.world}, and {place.local_rank} of {place.local_world} on its node, by these variables; correct "
+            "them, or unset them to train alone"
+        )
+
+
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    value = env[name] if default is None else env.get(name, str(default))
+    value = env.get(name, "" if default is None else str(default))
+    if name not in env and default is None:
+        raise ConfigError(
+            f"{name}: is not set, but other variables of its launcher are; set it, or unset them to train alone"
+        )
     if not value.isdecimal():
         raise ConfigError(
             f"{name}={value}: is not a number, so no launcher set it; unset it, or start by torchrun or srun"
@@ -169,12 +184,18 @@ def _mpich(env: Mapping[str, str]) -> Place:
 
 def _slurm(env: MutableMapping[str, str], devices: int | str) -> Place:
     world, nodes = _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_STEP_NUM_NODES")
-    if world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
+    if not nodes or world % nodes or "," in env.get("SLURM_STEP_TASKS_PER_NODE", ""):
         raise ConfigError(
             f"srun: {world} tasks on {nodes} nodes are not the same number on each node; use --ntasks-per-node"
         )
-    env.setdefault("MASTER_ADDR", first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]))
-    env.setdefault("MASTER_PORT", str(20000 + (int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % 20000))
+    if "MASTER_ADDR" not in env:
+        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        if not hosts:
+            raise ConfigError(f"SLURM_STEP_NUM_TASKS={world}: SLURM_STEP_NODELIST is not set; set both, or neither")
+        env["MASTER_ADDR"] = first_host(hosts)
+    if "MASTER_PORT" not in env:
+        job = _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")
+        env["MASTER_PORT"] = str(20000 + job % 20000)
     rank = _number(env, "SLURM_PROCID")
     if world == nodes and isinstance(devices, int) and devices > 1:
         return Place(rank * devices, world * devices, 0, devices, "", "srun", starts=True)
