@@ -40,7 +40,10 @@ class DataError(ValueError):
 
 
 class UnavailableError(Exception):
-    """Data that may come back: a server or a disk gave nothing for too long. The message names which. Exit code 69."""
+    """Something that may come back: a server, a disk or other ranks gave nothing for too long. Exit code 69.
+
+    The message names which.
+    """
 
 
 class NumericsError(ArithmeticError):

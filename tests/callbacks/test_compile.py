@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+import re
 import shutil
 import sysconfig
 import time
@@ -26,7 +27,7 @@ from toy_recipe import Block, Net, Toy
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.bucket.callback import Bucket
-from trainer.callbacks.compile import Compile
+from trainer.callbacks.compile import Compile, refuse_missing_tools
 from trainer.callbacks.ema import EMA
 from trainer.errors import ConfigError
 from trainer.process import heartbeat
@@ -436,6 +437,21 @@ def test_torchs_settings_come_back_after_the_run_and_after_a_refusal():
 def test_a_backend_that_recomputes_with_other_random_numbers_is_refused_with_recomputation():
     with pytest.raises(ConfigError, match="compile and activation_checkpoint can't run together: backend=eager draws"):
         make(callbacks={"compile": Compile(backend="eager"), "activation_checkpoint": ActivationCheckpoint()})
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_noexec_folder_for_compiled_code_is_refused_in_one_line(named, monkeypatch, tmp_path):
+    mounted = {tmp_path: os.ST_NOEXEC | os.ST_NOSUID}
+    monkeypatch.setattr(os, "statvfs", lambda path: mock.Mock(f_flag=mounted.get(path, 0)))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if named:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "a" / "b"))
+    folder = re.escape(str(tmp_path / "a" / "b" if named else tmp_path))
+    with pytest.raises(ConfigError, match=rf"backend=inductor: {folder} is mounted noexec, .*set TORCHINDUCTOR_CACHE_"):
+        refuse_missing_tools(torch.device("cpu"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path.parent))
+    refuse_missing_tools(torch.device("cpu"))
 
 
 def test_inductor_without_a_compiler_is_refused_in_one_line(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 
 from trainer.comm.ranks import BLOCK, LENGTH, Ranks
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, UnavailableError
 from trainer.process.environment import Place
 
 CPU = torch.device("cpu")
@@ -221,9 +221,30 @@ def test_a_rank_without_an_address_to_meet_at_is_refused_in_one_line(monkeypatch
         Ranks(Place(1, 2, 1, 2, "", "torchrun"), "cpu", "gloo", 5.0)
 
 
-@pytest.mark.parametrize("port", ["", "abc", "0", "99999"])
-def test_a_port_that_is_none_is_refused_by_its_name(port, monkeypatch):
+@pytest.mark.parametrize(
+    ("port", "line"),
+    [
+        ("tcp://10.3.2.1:29500", r"^MASTER_PORT=tcp://10\.3\.2\.1:29500: must be .*; Kubernetes sets it if "),
+        ("99999", r"^MASTER_PORT=99999: must be a number from 1 to 65535$"),
+        ("", r"^RANK=1: is set without MASTER_PORT, "),
+    ],
+)
+def test_a_port_that_is_none_is_refused_before_the_ranks_meet(port, line, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", port)
-    with pytest.raises(ConfigError, match=f"^MASTER_PORT={port}: is no port, where 2 ranks have to meet; set one"):
+    with pytest.raises(ConfigError, match=line):
         Ranks(Place(1, 2, 1, 2, "", "torchrun"), "cpu", "gloo", 5.0)
+
+
+@pytest.mark.parametrize(("rank", "address"), [(0, "127.0.0.1"), (1, "127.0.0.1"), (1, "job-master-0.invalid")])
+def test_ranks_that_do_not_meet_name_their_address_in_one_line(rank, address, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):  # which Ranks may set
+        monkeypatch.setenv(name, "1")
+    line = rf"^MASTER_ADDR={address} MASTER_PORT={port}: rank {rank} did not meet all 2 ranks within 1 s \(.+\); "
+    with pytest.raises(UnavailableError, match=line):
+        Ranks(Place(rank, 2, 0, 1, "", "torchrun"), "cpu", "gloo", 1.0)

@@ -57,17 +57,25 @@ def test_another_users_signature_does_not_hold(config, tmp_path, monkeypatch):
     assert is_own(other) and not is_own(config)
 
 
-@pytest.mark.parametrize("wrong", ["mode", "link", "owner"])
-def test_a_key_that_others_can_read_or_have_made_is_not_used(config, wrong):
+@pytest.mark.parametrize("wrong", ["mode", "link", "owner", "empty", "short", "pipe", "folder"])
+def test_a_key_that_others_can_read_or_know_is_named_and_not_used(config, wrong, caplog):
     sign(config)
     key = Path(os.environ["XDG_STATE_HOME"], "echelon", "key")
     if wrong == "mode":
         key.chmod(0o640)
-    elif wrong == "link":
-        key.rename(key.with_name("elsewhere"))
-        key.symlink_to(key.with_name("elsewhere"))
-    elif os.geteuid():
+    elif wrong == "owner" and os.geteuid():
         pytest.skip("only root gives files away")
-    else:
+    elif wrong == "owner":
         os.chown(key, 1234, -1)
+    elif wrong in ("empty", "short"):
+        key.write_bytes(b"abc" if wrong == "short" else b"")
+    else:
+        key.rename(key.with_name("elsewhere"))
+        make = {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda file: os.symlink("elsewhere", file)}[wrong]
+        make(key)
     assert not is_own(config)
+    config.with_name(NAME).unlink()
+    sign(config)
+    assert not is_own(config) and not config.with_name(NAME).exists()
+    assert [record.getMessage().startswith(f"{key}: ") for record in caplog.records] == [True]
+    assert "remove it" in caplog.text and "trainer.allow_targets" in caplog.text

@@ -1,6 +1,7 @@
 """What the supervisor sees of ranks that do not move or do not end. Of real ranks: tests/faults."""
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -71,6 +72,30 @@ def test_a_warning_of_a_batch_system_reaches_ranks_as_sigterm(tmp_path):
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         supervisor._pass_on(number)
     assert [call.args[0] for call in rank.send_signal.call_args_list] == [signal.SIGUSR1] + [signal.SIGTERM] * 2
+
+
+def test_ranks_whose_folder_a_cleanup_of_tmpdir_has_removed_are_still_seen(tmp_path, monkeypatch):
+    """A signal lets them write a checkpoint, and a hang is noticed: neither passes for a run before its first step."""
+    monkeypatch.setattr("trainer.launch.supervisor.time", clock := Clock())
+    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
+    supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
+    private = tmp_path / "private"
+    private.mkdir()
+    (beat := heartbeat.Heartbeat(str(private / "heartbeat-0"))).beat(7)
+    assert not supervisor._is_still(private)
+    shutil.rmtree(private)
+    for _ in range(9):  # of 270 s, more than start_s and still_s
+        clock.sleep(30)
+        beat.beat(8)
+        assert not supervisor._is_still(private)
+    supervisor.ranks = {0: Mock(**{"poll.side_effect": [None, None, STOPPED, STOPPED]})}
+    supervisor._pass_on(signal.SIGTERM)
+    assert supervisor._wait(private) == {0: STOPPED}
+    clock.sleep(0.5)
+    for _ in range(41):
+        clock.sleep(1)
+        still = supervisor._is_still(private)
+    assert still
 
 
 def test_time_in_which_all_are_suspended_does_not_count(tmp_path, monkeypatch):

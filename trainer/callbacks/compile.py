@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -273,7 +274,7 @@ def refuse_missing_tools(device: torch.device) -> None:
     """Refuse Inductor without the tools that it calls: it would raise at its first graph.
 
     Raises:
-        ConfigError: There is no compiler, no Python.h, or on a GPU no triton.
+        ConfigError: There is no compiler, no Python.h, no folder for code that may run, or on a GPU no triton.
     """
     key, way_out = f"{KEY}.backend=inductor", "or leave compile out"
     cuda = device.type == "cuda"
@@ -287,5 +288,12 @@ def refuse_missing_tools(device: torch.device) -> None:
         )
     if not (header := Path(sysconfig.get_path("include")) / "Python.h").exists():
         raise ConfigError(f"{key}: there is no {header}; install Python's headers (python3-dev), {way_out}")
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.statvfs(there).f_flag & os.ST_NOEXEC:
+        raise ConfigError(
+            f"{key}: {folder} is mounted noexec, so compiled code can't be loaded from there; set "
+            f"TORCHINDUCTOR_CACHE_DIR to a folder without noexec, {way_out}"
+        )
     if cuda and importlib.util.find_spec("triton") is None:
         raise ConfigError(f"{key}: triton, which makes GPU kernels, is not installed; install triton, {way_out}")

@@ -3,9 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer.comm import nccl
 from trainer.comm.device import count_gpus, pick_backend, pick_device
 from trainer.comm.phases import Phase, during
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, UnavailableError
 from trainer.process.environment import Place
 
 LENGTH, BLOCK = 8, 1024  # bytes: of the length of a gathered value, and of the first collective of a gathering
@@ -49,15 +49,16 @@ class Ranks:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         if self.backend == "nccl" and (name := nccl.interface(os.environ)):  # clusters may set only NCCL's
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        dist.init_process_group(
-            self.backend,
-            store=meeting_place(place),
-            rank=self.rank,
-            world_size=self.world,
-            timeout=self.timeout,
-            # NCCL connects now, on this device. Without it torch 2.15 guesses one from the rank's number.
-            device_id=self.device if self.backend == "nccl" else None,
-        )
+        with meeting(place, timeout_s):
+            dist.init_process_group(
+                self.backend,
+                store=meeting_place(place),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=self.timeout,
+                # NCCL connects now, on this device. Without it torch 2.15 guesses one from the rank's number.
+                device_id=self.device if self.backend == "nccl" else None,
+            )
         self.host = self.new_group("gloo")
         self.patient = self.new_group("gloo", timedelta(days=30))
         if self.world > RING:
@@ -196,21 +197,33 @@ def in_collective(error: BaseException) -> bool:
 
 
 def refuse_alone(place: Place) -> None:
-    """Raise ConfigError if RANK is set without the address of a rendezvous, which any launcher would set, too.
-
-    The same if MASTER_PORT is no port.
-    """
-    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    """Raise ConfigError if RANK is set without the address of a rendezvous, which any launcher would set, too."""
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if absent and place.launcher == "torchrun":
         raise ConfigError(
             f"RANK={place.rank}: is set without {' and '.join(absent)}, so no launcher has set it; unset it, or start "
             "by torchrun or srun"
         )
-    port = os.environ.get("MASTER_PORT", "1")
-    if not place.store and not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ConfigError(
-            f"MASTER_PORT={port}: is no port, where {place.world} ranks have to meet; set one between 1 and 65535"
-        )
+    port = "" if place.store else os.environ.get("MASTER_PORT", "")
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        service = "; Kubernetes sets it if a service is called `master`" if "://" in port else ""
+        raise ConfigError(f"MASTER_PORT={port}: must be a number from 1 to 65535{service}")
+
+
+@contextmanager
+def meeting(place: Place, timeout_s: float) -> Iterator[None]:
+    """Raise UnavailableError if the ranks of a launcher don't meet at its address."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if place.store:
+            raise
+        address = " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UnavailableError(
+            f"{address}: rank {place.rank} did not meet all {place.world} ranks within {timeout_s:g} s ({reason}); "
+            "start all of them, and let each reach this address"
+        ) from error
 
 
 def meeting_place(place: Place) -> dist.Store | None:

@@ -12,15 +12,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.files import write_whole
+from trainer.log import log
 
 NAME = ".signature"  # beside config.yaml
 KEY_BYTES = 32
 
 
+class UnusableKey(OSError):
+    """There is a key, but others may know it. The message names the file and the fix."""
+
+
 def sign(config: Path) -> None:
-    """Write the signature of a config. Without a place for the key, the config stays unsigned, and tools ask."""
-    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+    """Write the signature of a config. Without a key, the config stays unsigned, and tools ask."""
+    try:
         write_whole(config.with_name(NAME), _signature(config, make=True).encode())
+    except UnusableKey as error:
+        log.warning("%s; evaluate, predict and export of this run need trainer.allow_targets", error)
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
+        pass
 
 
 def is_own(config: Path) -> bool:
@@ -37,10 +46,11 @@ def _signature(config: Path, make: bool) -> str:
 
 
 def _key(make: bool) -> bytes:
-    """Return the user's key, which no other user can read or has written.
+    """Return the user's key, which no other user can read, guess or has written.
 
     Raises:
-        OSError: There is no such key, and none can be made.
+        UnusableKey: There is another file in its place.
+        OSError: There is no key, and none can be made.
     """
     file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "echelon" / "key"
     if make and not file.exists():
@@ -51,9 +61,13 @@ def _key(make: bool) -> bytes:
         with suppress(FileExistsError):  # another run has made it
             os.link(draft, file)
         draft.unlink(missing_ok=True)
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(file.lstat().st_mode):
+        raise UnusableKey(f"{file}: is no regular file; remove it, and the next run makes a key")
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as opened:
         about = os.fstat(descriptor)
         if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-            raise PermissionError(f"{file}: belongs to another user, or others may read it")
+            raise UnusableKey(f"{file}: belongs to another user, or others may read it; remove it")
+        if about.st_size != KEY_BYTES:
+            raise UnusableKey(f"{file}: has {about.st_size} bytes instead of {KEY_BYTES}; remove it")
         return opened.read()

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from trainer.errors import STOPPED, fold
 from trainer.files import Appended
@@ -63,6 +63,7 @@ class Supervisor:
         self.policy = RestartPolicy(restarts)
         self.server: ForkServer | None = None
         self.ranks: dict[int, Rank] = {}
+        self.beats: dict[str, BinaryIO] = {}  # the ranks' heartbeat files of this attempt
         self.passed: list[int] = []  # signals to stop
         self.moved = False  # an attempt has made a step, so the next one resumes from its checkpoints
         self.started, self.began = time.time(), time.monotonic()  # of the attempt
@@ -89,7 +90,7 @@ class Supervisor:
         self.logs.mkdir(parents=True, exist_ok=True)
         with temporary_folder() as private, memory:
             self.started, self.began = time.time(), time.monotonic()
-            self.looked, kills = self.began, oom_kills()
+            self.looked, kills, self.beats = self.began, oom_kills(), {}
             memory.write(self.describe_run(self.moved).encode())
             try:
                 for local_rank in range(self.place.local_world):
@@ -109,7 +110,8 @@ class Supervisor:
             if failure is None:
                 return max(codes.values())
             failure = blame_memory(failure) if oom_kills() > kills else failure
-            beat, cleaned = read(private / f"heartbeat-{failure.rank}"), not private.exists()
+            beat = read(self._heartbeats(private).get(f"heartbeat-{failure.rank}", private))
+            cleaned = not private.exists()
         self.moved |= cleaned or (beat is not None and beat.step > beat.began)
         of_machines = not (self.passed or self.policy.is_final(failure, beat))  # before `decide` counts its step
         code, decision = (failure.code, "") if self.passed else self.policy.decide(failure, beat)
@@ -158,12 +160,14 @@ class Supervisor:
         while len(codes) < len(self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
             codes = {rank: code for rank, process in self.ranks.items() if (code := process.poll()) is not None}
-            if (self.passed or STOPPED in codes.values()) and not any(map(read, private.glob("heartbeat-*"))):
+            if (self.passed or STOPPED in codes.values()) and not any(map(read, self._heartbeats(private).values())):
                 return None
             if set(codes.values()) <= {0, STOPPED}:
                 if self._is_still(private):
                     break
-            elif deadline == float("inf") or (0 not in codes and self._completes(last(private / "heartbeat-0"))):
+            elif deadline == float("inf") or (
+                0 not in codes and self._completes(last(self._heartbeats(private).get("heartbeat-0", private)))
+            ):
                 deadline = time.monotonic() + PEERS_S
         if len(codes) < len(self.ranks):
             self._send(signal.SIGUSR2)
@@ -176,8 +180,15 @@ class Supervisor:
         self.looked, before = now, self.looked
         if now - before > SUSPENDED_S:
             self.awake = now
-        untils = [beat.until for beat in map(last, private.glob("heartbeat-*")) if beat]
+        untils = [beat.until for beat in map(last, self._heartbeats(private).values()) if beat]
         return now - max(self.awake, max(untils, default=self.began + self.start_s)) >= self.still_s
+
+    def _heartbeats(self, private: Path) -> dict[str, Path]:
+        """Return where to read the ranks' heartbeats. The files stay open, for a clean-up of TMPDIR may remove them."""
+        for path in private.glob("heartbeat-*"):
+            if path.name not in self.beats:
+                self.beats[path.name] = path.open("rb")
+        return {name: Path(f"/proc/self/fd/{file.fileno()}") for name, file in self.beats.items()}
 
     def _completes(self, beat: Beat | None) -> bool:
         """Return whether the rank writes a checkpoint before it ends, and has written a piece of it recently."""

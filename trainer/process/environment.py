@@ -14,7 +14,6 @@ from pathlib import Path
 
 from trainer.errors import ConfigError
 
-UNSET = "unset these variables, or start all ranks by torchrun or srun"
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: ranks meet in a new store each time
 
 
@@ -60,7 +59,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
         )
     else:
         return Place()
-    refuse_no_rank(place)
+    _refuse_impossible(place)
     per_node = place.local_world
     if devices not in ("auto", per_node):
         raise ConfigError(
@@ -88,28 +87,27 @@ def variables(place: Place, private: Path) -> dict[str, str]:
     }
 
 
+def _refuse_impossible(place: Place) -> None:
+    if not (place.rank < place.world and place.local_rank < place.local_world <= place.world):
+        names = {"srun": "SLURM_*", "mpirun": "OMPI_COMM_WORLD_* or PMI_*"}.get(place.launcher)
+        raise ConfigError(
+            f"{names or 'RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE'}: this process is rank {place.rank} of "
+            f"{place.world}, and {place.local_rank} of {place.local_world} on its node, by these variables; correct "
+            "them, or unset them to train alone"
+        )
+
+
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = env.get(name, "" if default is None else str(default))
-    if name not in env and not value:
-        raise ConfigError(f"{name}: is not set, though others of its launcher's variables are; {UNSET}")
+    if name not in env and default is None:
+        raise ConfigError(
+            f"{name}: is not set, but other variables of its launcher are; set it, or unset them to train alone"
+        )
     if not value.isdecimal():
         raise ConfigError(
             f"{name}={value}: is not a number, so no launcher set it; unset it, or start by torchrun or srun"
         )
     return int(value)
-
-
-def refuse_no_rank(place: Place) -> None:
-    """Refuse a place that is none among its ranks, as stale or mistyped variables give it.
-
-    Raises:
-        ConfigError: The message has the numbers.
-    """
-    if not (place.rank < place.world and place.local_rank < place.local_world <= place.world):
-        raise ConfigError(
-            f"{place.launcher}: its variables say rank {place.rank} of {place.world}, and rank {place.local_rank} of "
-            f"{place.local_world} on this node, counted from 0; {UNSET}"
-        )
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:
@@ -190,10 +188,14 @@ def _slurm(env: MutableMapping[str, str], devices: int | str) -> Place:
         raise ConfigError(
             f"srun: {world} tasks on {nodes} nodes are not the same number on each node; use --ntasks-per-node"
         )
-    if hosts := env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST"):
-        env.setdefault("MASTER_ADDR", first_host(hosts))
-    step = _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")
-    env.setdefault("MASTER_PORT", str(20000 + step % 20000))
+    if "MASTER_ADDR" not in env:
+        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+        if not hosts:
+            raise ConfigError(f"SLURM_STEP_NUM_TASKS={world}: SLURM_STEP_NODELIST is not set; set both, or neither")
+        env["MASTER_ADDR"] = first_host(hosts)
+    if "MASTER_PORT" not in env:
+        job = _number(env, "SLURM_JOB_ID") + _number(env, "SLURM_STEP_ID")
+        env["MASTER_PORT"] = str(20000 + job % 20000)
     rank = _number(env, "SLURM_PROCID")
     if world == nodes and isinstance(devices, int) and devices > 1:
         return Place(rank * devices, world * devices, 0, devices, "", "srun", starts=True)
