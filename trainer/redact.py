@@ -115,7 +115,8 @@ def _forms(value: str) -> set[str]:
 def _hide_encoded(own: set[str], found: re.Match[str]) -> str:
     """Hide base64 of a text that has a secret, as of USER:PASSWORD."""
     try:
-        sent = base64.b64decode(found[0] + "=" * (-len(found[0]) % 4), altchars=b"-_" if {"-", "_"} & {*found[0]} else None)
+        usual = found[0].replace("-", "+").replace("_", "/")
+        sent = base64.b64decode(usual + "=" * (-len(usual) % 4))
     except ValueError:
         return found[0]
     return HIDDEN if any(value.encode(errors="replace") in sent for value in own) else found[0]
