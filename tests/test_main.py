@@ -336,3 +336,17 @@ def test_torch_logs_that_torch_does_not_know_are_one_line(tmp_path):
     assert (done.returncode, done.stdout) == (78, "")
     assert done.stderr.startswith("echelon: TORCH_LOGS=nonsense: torch knows no such name; ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["recipe=bert_tiny"], ["--help"], ["compare", "a"]])
+def test_a_working_folder_that_was_removed_is_one_line(words, tmp_path):
+    """As a CI job's, by a clean-up."""
+    script = 'mkdir gone && cd gone && rmdir "$PWD" && exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "trainer.main", *words], cwd=tmp_path,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 78 and done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        f"echelon: {tmp_path}/gone: the working folder can't be found (No such file or directory); cd to another"
+    )

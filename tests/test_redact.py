@@ -1,14 +1,17 @@
 """Names of secrets, and the parts of values, URLs and commands that are hidden."""
 
 import base64
+import json
 import os
+from functools import partial
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 
 from trainer.config.check import check_type
 from trainer.errors import ConfigError
-from trainer.redact import is_secret, redact, redact_argument, redact_text, redacted_keys, remember
+from trainer.redact import HIDDEN, is_secret, redact, redact_argument, redact_text, redacted_keys, remember
 
 SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
 
@@ -141,3 +144,42 @@ def test_a_long_line_takes_as_long_as_it_is(text: str) -> None:
     """Quadratic patterns took minutes for a URL of 100 kB; the time limit of all tests is the measure."""
     assert len(redact_text(text)) <= len(text)
     assert len(redact_argument(text)) <= len(text)
+
+
+KEY = "-----BEGIN KEY-----\nENVs3cr3tAAAA+/=\n  ENVs3cr3tBBBB\n-----END KEY-----\n"
+PASSWORD = 'p@ss/s3cr3t"&\u00fc'
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        str,
+        repr,
+        ascii,
+        json.dumps,
+        partial(json.dumps, ensure_ascii=False),
+        quote,
+        partial(quote, safe=""),
+        quote_plus,
+        lambda value: value.replace("\n", "?"),  # as `printable` does
+        lambda value: " | ".join(value.splitlines()),
+        lambda value: base64.b64encode(f"user:{value}".encode()).decode(),
+        lambda value: base64.urlsafe_b64encode(f"us?r:{value}".encode()).decode().rstrip("="),
+    ],
+)
+def test_secrets_are_hidden_however_a_library_writes_them(write, monkeypatch):
+    monkeypatch.setenv("DEPLOY_PRIVATE_KEY", KEY)
+    monkeypatch.setattr("trainer.redact.GIVEN", set())
+    remember({"password": PASSWORD, "private_key": KEY.replace("ENV", "CFG")})
+    for value in (KEY, KEY.replace("ENV", "CFG"), PASSWORD):
+        shown = redact_text(f"step 3: could not connect with {write(value)}; trying again")
+        assert shown.startswith("step 3: could not connect with ") and shown.endswith("; trying again")
+        assert "s3cr3t" not in shown and write("ENVs3cr3tBBBB")[:14] not in shown and HIDDEN in shown
+
+
+def test_the_password_of_a_url_in_any_variable_is_hidden_and_the_shells_folder_is_not(monkeypatch):
+    monkeypatch.setenv("DATABASE_URL", "postgres://app:s3cr3tDB@db:5432/prod")
+    monkeypatch.setenv("PWD", "/removed/folder")
+    assert redact_text("login with s3cr3tDB failed in /removed/folder") == "login with *** failed in /removed/folder"
+    monkeypatch.setenv("X_TOKEN", "b\udcffad_bytes")
+    assert redact_text("b\udcffad_bytes") == HIDDEN

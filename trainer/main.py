@@ -63,8 +63,8 @@ def prepare() -> None:
     open_standard_descriptors()
     if getattr(trainer, "DISTRIBUTION", "") != "echelon-trainer":  # not its docstring, which python -OO leaves out
         sys.exit(f"echelon: {trainer.__file__} is another package's; give Echelon an environment of its own")
-    if "" not in sys.path and os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
-        sys.path.append(os.getcwd())  # the command `echelon` finds recipes there, as `python -m` does
+    if code := run_guarded(find_recipes):
+        sys.exit(code)
     forget_ranks(os.environ)
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
         die_with_parent()  # a kill may end torchrun's agent or mpirun first
@@ -73,6 +73,22 @@ def prepare() -> None:
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
     if code := run_guarded(refuse_logs):
         sys.exit(code)
+
+
+def find_recipes() -> int:
+    """Let the command `echelon` find recipes in the working folder, as `python -m` does.
+
+    Raises:
+        ConfigError: Somebody has removed the working folder.
+    """
+    try:
+        here = os.getcwd()
+    except OSError as error:
+        folder = printable(os.environ.get("PWD", "."))
+        raise ConfigError(f"{folder}: the working folder can't be found ({error.strerror}); cd to another") from None
+    if "" not in sys.path and here not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.append(here)
+    return 0
 
 
 def refuse_logs() -> int:

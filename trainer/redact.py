@@ -4,11 +4,14 @@ Each pattern takes time proportional to the text: a message may have a stranger'
 """
 
 import base64
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 HIDDEN = "***"  # in the place of a secret
 # A name is a secret's if it has one of these words, or such an end, with or without `_` between its words.
@@ -33,6 +36,8 @@ HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?)(?:(?:basic|beare
 BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
 BASIC = re.compile(r"(?i)\b(basic\s+)([A-Za-z0-9+/]{4,}={0,2})")
 PASSWORD = re.compile(r"""://[^\s/?#'":@]*:([^\s/?#'"]*)@""")  # of a URL
+ENCODED = re.compile(r"[A-Za-z0-9+/_-]{12,}={0,2}")  # what may be base64
+FOLDERS = ("PWD", "OLDPWD")  # the shell's variables, no passwords
 SHORTEST = 6  # characters of a value that is looked for; a shorter one may be a part of any word
 SCHEMES = ("bearer", "basic", "token", "digest")  # before the secret of a header of authorization
 GIVEN: set[str] = set()  # the secrets in this process's configs
@@ -81,16 +86,40 @@ def redact_text(text: str) -> str:
     """Hide the secrets in a line of a log, a message or a traceback: those of URLs, headers and named values.
 
     Hidden are, too, the secrets of the run's config, and the values of environment variables that have a secret's name,
-    unless they are paths.
+    unless they are paths, with each of their lines. They are hidden escaped, percent-encoded and in base64 as well.
     """
     text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
     text = BASIC.sub(_hide_basic, BEARER.sub(rf"\1{HIDDEN}", text))
     text = ASSIGNED.sub(_hide, text)
-    own = GIVEN | {value for name, value in os.environ.items() if is_secret(name)}
-    own = {value for value in own if len(value) >= SHORTEST and value in text and value.lower() not in SCHEMES}
-    for value in sorted((value for value in own if not os.path.exists(value)), key=len, reverse=True):  # as PWD's
-        text = text.replace(value, HIDDEN)
-    return text
+    own = {value for value in GIVEN | _of_environment() if len(value) >= SHORTEST and value.lower() not in SCHEMES}
+    found = {form: value for value in own for form in _forms(value) if form in text}
+    for form in sorted((form for form in found if not os.path.exists(found[form])), key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    return ENCODED.sub(partial(_hide_encoded, own), text) if own else text
+
+
+def _of_environment() -> set[str]:
+    """Return the lines of secret variables, for a key has several, and the passwords of URLs in all variables."""
+    secret = [value for name, value in os.environ.items() if is_secret(name) and name not in FOLDERS]
+    passwords = {word for value in os.environ.values() if "://" in value for word in PASSWORD.findall(value)}
+    return passwords.union(secret, *(map(str.strip, value.splitlines()) for value in secret))
+
+
+def _forms(value: str) -> set[str]:
+    """Return how libraries write a value: as it is, by repr, in JSON, and in URLs."""
+    escaped = (repr(value), ascii(value), json.dumps(value), json.dumps(value, ensure_ascii=False))
+    quoted = (quote(value, errors="replace"), quote(value, "", errors="replace"), quote_plus(value, errors="replace"))
+    return {value, *quoted, *(text[1:-1] for text in escaped)}
+
+
+def _hide_encoded(own: set[str], found: re.Match[str]) -> str:
+    """Hide base64 of a text that has a secret, as of USER:PASSWORD."""
+    try:
+        usual = found[0].replace("-", "+").replace("_", "/")
+        sent = base64.b64decode(usual + "=" * (-len(usual) % 4))
+    except ValueError:
+        return found[0]
+    return HIDDEN if any(value.encode(errors="replace") in sent for value in own) else found[0]
 
 
 def _hide_basic(found: re.Match[str]) -> str:

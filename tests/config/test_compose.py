@@ -177,6 +177,15 @@ def test_plugins_that_would_train_nothing_are_refused(tmp_path, kind, chosen):
     )
 
 
+def test_hydra_plugins_of_the_working_folder_are_not_loaded(tmp_path):
+    """Hydra runs all modules of hydra_plugins, and the folder may be a stranger's."""
+    (tmp_path / "hydra_plugins" / "evil").mkdir(parents=True)
+    (tmp_path / "hydra_plugins" / "evil" / "__init__.py").write_text("open('ran', 'w').close()\n")
+    done = run(["recipe=bert_tiny", "trainer.max_steps=x"], tmp_path)
+    assert done.code == 78 and "trainer.max_steps=x" in done.err
+    assert not (tmp_path / "ran").exists()
+
+
 def test_bytes_that_the_locale_does_not_read_are_named(monkeypatch):
     """In a C locale the shell's UTF-8 arrives as surrogates, which no quotes help."""
     monkeypatch.setattr(sys, "argv", ["echelon"])

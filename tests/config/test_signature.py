@@ -1,7 +1,9 @@
 """A config counts as the user's own if this user's run has written it, where it lies, and nobody has changed it."""
 
+import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,6 +28,16 @@ def test_a_signed_config_is_the_users_own(config):
     config.with_name(NAME).unlink()
     sign(config)  # with the same key
     assert is_own(config)
+
+
+def test_a_home_without_hard_links_has_a_key_as_well(config, monkeypatch):
+    """As of SMB, exFAT, FUSE: a draft of the key stayed at each run, and no run was signed."""
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+    for _ in range(2):
+        sign(config)
+        assert is_own(config)
+    key = Path(os.environ["XDG_STATE_HOME"], "echelon", "key")
+    assert (key.stat().st_mode & 0o777, os.listdir(key.parent)) == (0o600, ["key"])
 
 
 def test_a_changed_or_moved_config_is_a_strangers(config, tmp_path):

@@ -151,11 +151,16 @@ def composed_once(words: list[str], folders: list[Path]) -> Iterator[None]:
 def own_plugins() -> Iterator[None]:
     """Refuse launchers and sweepers other than Hydra's basic ones: they would run what composes a config, and no run.
 
+    A folder `hydra_plugins` of the working folder is not loaded: Hydra would run all of its modules, and no config
+    names them.
+
     Raises:
         ConfigError: An argument, or a file of the user's, chooses one.
     """
     from hydra.core.plugins import Plugins
 
+    with without_working_folder():
+        Plugins.instance()
     make_sweeper = Plugins.instantiate_sweeper
 
     def checked(self: Plugins, *, config: Any, **others: Any) -> Any:
@@ -174,6 +179,17 @@ def own_plugins() -> Iterator[None]:
         yield
     finally:
         Plugins.instantiate_sweeper = make_sweeper
+
+
+@contextlib.contextmanager
+def without_working_folder() -> Iterator[None]:
+    """Let imports find nothing in the working folder."""
+    whole, here = sys.path[:], os.getcwd()
+    sys.path[:] = [folder for folder in whole if os.path.abspath(folder) != here]
+    try:
+        yield
+    finally:
+        sys.path[:] = whole
 
 
 def told_apart(job: Job, jobs: list[Job]) -> str:

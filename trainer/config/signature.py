@@ -8,7 +8,6 @@ import hmac
 import os
 import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 from trainer.files import write_whole
@@ -58,8 +57,12 @@ def _key(make: bool) -> bytes:
         draft = file.with_name(f"key-{secrets.token_hex(8)}")
         draft.touch(0o600)
         draft.write_bytes(secrets.token_bytes(KEY_BYTES))
-        with suppress(FileExistsError):  # another run has made it
+        try:
             os.link(draft, file)
+        except FileExistsError:  # another run has made it
+            pass
+        except OSError:  # a file system without hard links
+            draft.rename(file)
         draft.unlink(missing_ok=True)
     if not stat.S_ISREG(file.lstat().st_mode):
         raise UnusableKey(f"{file}: is no regular file; remove it, and the next run makes a key")

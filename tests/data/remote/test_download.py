@@ -115,6 +115,30 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         remote(tmp_path, "http://user:secret@host/a.tar")
 
 
+def test_a_proxy_that_is_not_there_is_named_without_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with socket.socket() as taken:  # and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("http_proxy", f"http://bob:s3cr3t@{host}")
+        with pytest.raises(UnavailableError, match=rf", through the proxy {host} \(http_proxy\), tried") as caught:
+            Index.open(remote(tmp_path, "http://store.invalid/a.tar"))
+        assert "s3cr3t" not in str(caught.value)
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with pytest.raises(UnavailableError, match="Connection refused>, tried"):
+            Index.open(remote(tmp_path, f"http://{host}/a.tar"))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:abc")
+    with pytest.raises(
+        ConfigError, match=r"is not a valid URL \(.*, through the proxy http://127.0.0.1:abc \(http_proxy\)\)"
+    ):
+        Index.open(remote(tmp_path, "http://store.invalid/a.tar"))
+
+
 def test_a_url_that_can_not_be_asked_for_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FIRST_DOWNLOAD_S", 60.0)
     for url in ("http://127.0.0.1/a b.tar?sig=s3cr3t", "http://127.0.0.1:http/a.tar?sig=s3cr3t"):

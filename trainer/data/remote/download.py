@@ -81,7 +81,7 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         except WrongRange as error:
             mark, reason = None, str(error)  # from the first byte
         except Exception as error:  # urllib's, botocore's, aiohttp's
-            reason = printable(redact_urls(str(error)[:500])) or type(error).__name__
+            reason = (printable(redact_urls(str(error)[:500])) or type(error).__name__) + _by_proxy(url)
             if isinstance(error, InvalidURL):
                 raise ConfigError(
                     f"{shown(url)}: is not a valid URL ({reason}); correct it, with %20 for a space"
@@ -118,6 +118,15 @@ def _by_http(url: str, done: int, mark: str | None) -> Source:
     mark = file.headers["ETag"] or file.headers["Last-Modified"]
     mark = None if mark and mark.startswith("W/") else mark  # a weak ETag: the bytes may differ
     return Source(file, lambda: file.read1(CHUNK), start, start + int(size), mark)
+
+
+def _by_proxy(url: str) -> str:
+    """Return a remark that names the proxy of the environment through which a URL is asked for; empty without one."""
+    scheme, _, rest = url.partition("://")
+    proxy = request.getproxies().get(scheme) if scheme in ("http", "https") else None
+    if not proxy or request.proxy_bypass(rest.partition("/")[0]):
+        return ""
+    return f", through the proxy {printable(proxy.rpartition('@')[2])} ({scheme}_proxy)"
 
 
 def _by_fsspec(url: str, done: int, mark: str | None) -> Source:
