@@ -85,8 +85,8 @@ def remember(config: Any, secret: bool = False) -> None:
 def redact_text(text: str) -> str:
     """Hide the secrets in a line of a log, a message or a traceback: those of URLs, headers and named values.
 
-    Hidden are, too, the secrets of the run's config, and the values of environment variables that have a secret's name,
-    unless they are paths, with each of their lines. They are hidden escaped, percent-encoded and in base64 as well.
+    Hidden are, too, the secrets of the run's config, and the values of environment variables that have a secret's name.
+    Paths are not. Each line of such a value is hidden, and its escaped, percent-encoded and base64 forms.
     """
     text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
     text = BASIC.sub(_hide_basic, BEARER.sub(rf"\1{HIDDEN}", text))

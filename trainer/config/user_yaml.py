@@ -57,7 +57,7 @@ def check_file(path: Path) -> None:
         for node in scalars(yaml.compose(text, Loader=get_yaml_loader())):
             number = node.tag.endswith((":int", ":float")) and node.style is None
             if number and OTHER_BASE.fullmatch(node.value) and node.value.strip("+-0_"):
-                read = yaml.load(node.value, Loader=get_yaml_loader())
+                read = get_yaml_loader()("").construct_object(node)
                 decimal = node.value.lstrip("+-0") if ":" not in node.value else "one decimal number"
                 raise ConfigError(
                     f"{path}: line {node.start_mark.line + 1}: {node.value} would be read as {read}; "
