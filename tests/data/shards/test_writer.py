@@ -1,13 +1,18 @@
 """Written shards read back; the same samples give the same bytes; a failure leaves no cut shard."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.cli import ROOT
 from support.tars import read_all
 
+from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
@@ -66,7 +71,29 @@ def test_shards_are_not_mixed_with_older_ones(tmp_path: Path) -> None:
 def test_a_failure_leaves_no_cut_shard(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"000002\.tar: 'last'\.unknown: no encoder for object; give bytes"):
         write_shards([*samples(), {"__key__": "last", "unknown": object()}], tmp_path, "train", per_shard=4)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".tar"] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "train-000000.tar",
+        "train-000001.tar",
+        "train.incomplete",
+    ]
+
+
+def test_shards_whose_writer_was_killed_are_refused_until_all_are_written(tmp_path: Path) -> None:
+    """Each shard is whole, so a run on the pattern would train on a part of the samples."""
+    writes = f"""
+import os, pathlib
+from trainer.data.shards.writer import write_shards
+samples = ({{"__key__": str(i), "cls": i}} for i in range(9))
+write_shards(samples, pathlib.Path({str(tmp_path)!r}), "train", 4, lambda *_: os.kill(os.getpid(), 9))
+"""
+    killed = subprocess.run([sys.executable, "-c", writes], timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert killed.returncode == -9
+    (shard,) = tmp_path.glob("train-*.tar")
+    with pytest.raises(DataError, match=r"train\.incomplete: not all of these shards are written; "):
+        find_shards(f"{tmp_path}/train-*.tar")
+    shard.unlink()
+    written = write_shards(samples(), tmp_path, "train", per_shard=4)
+    assert find_shards(f"{tmp_path}/train-*.tar") == written == sorted(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("keys", [["a.b"], ["a", "a"], [""], ["__meta__/a"]])

@@ -19,6 +19,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.redact import redact_urls
 
 MOST = 1_000_000  # names that one pattern may mean
+NUMBERED = re.compile(r"(.+)-\d{6}\.tar")  # of write_shards
 RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}")
 
 
@@ -26,7 +27,8 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
     """Find the shards that a recipe names: paths, globs, URLs, programs, with braces (`train-{000..009}.tar`); sorted.
 
     Raises:
-        DataError: A pattern matches no file, or can't be looked up. The message names the pattern.
+        DataError: A pattern matches no file, or can't be looked up, or `write_shards` has not written all shards of it.
+            The message names the pattern, or the mark.
         ConfigError: A program is not allowed, or a URL is invalid.
     """
     options = options or DataOptions()
@@ -52,11 +54,23 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
                 is_packed(shown(name))
                 urls.append(name)
 
+    refuse_incomplete(files)
+
     def kept(url: str) -> Remote:
         return Remote.kept(url, options.cache_dir, options.cache_gb)
 
     local = [kept(f"file://{path.absolute()}") if unpacks(path) else path for path in sorted(map(Path, files))]
     return [*local, *map(kept, sorted(urls, key=Path))]
+
+
+def refuse_incomplete(files: Sequence[str]) -> None:
+    """Refuse shards of which `write_shards` has not written all: it runs, or was killed."""
+    for mark in sorted({f"{name[1]}.incomplete" for file in files if (name := NUMBERED.fullmatch(file))}):
+        if os.path.exists(mark):
+            raise DataError(
+                f"{mark}: not all of these shards are written; wait for their writer, or remove them and this file, "
+                "and write them again"
+            )
 
 
 def expanded(pattern: str) -> list[str]:

@@ -26,6 +26,8 @@ def write_shards(
 ) -> list[Path]:
     """Write PREFIX-000000.tar and so on, each complete or absent, and return them.
 
+    PREFIX.incomplete is there until all are written. `find_shards` refuses such shards: they are a part of the samples.
+
     A sample is `__key__` and values by extension. Bytes and text are written unchanged. Other values are encoded by
     WebDataset's encoders (npy, json, cls, png, ...) and those for int and safetensors. Values of extensions that end in
     `.gz` are gzipped.
@@ -43,6 +45,7 @@ def write_shards(
     if old := next(folder.glob(f"{prefix}-*.tar"), None):
         raise DataError(f"{old}: exists already; remove the shards of {prefix!r} or choose another folder")
     sweep_temporary(folder)
+    mark = folder / f"{prefix}.incomplete"
     paths: list[Path] = []
     key, done = None, 0
     rest = iter(samples)
@@ -57,10 +60,12 @@ def write_shards(
                         raise DataError(f"{path}: key {key!r}: must be unique, and without a dot after the last slash")
                     writer.write({"__key__": key, **contents(sample, encoders, path)})
                     done += 1
+            mark.touch()
             paths.append(partial.replace(path))
         finally:
             partial.unlink(missing_ok=True)
         progress(path.name, done)
+    mark.unlink(missing_ok=True)
     return paths
 
 
