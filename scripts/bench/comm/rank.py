@@ -204,6 +204,7 @@ class Timed(Callback):
 def echelon(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
     folder = Path(place.store).parent
     options = Options(
+        max_steps=10**6,  # `Timed` ends the turn before
         accelerator="cpu",
         run_dir=str(folder / "run"),
         timeout_s=TIMEOUT_S,
