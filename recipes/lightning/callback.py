@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recipes.lightning.attached import Logged
-from recipes.lightning.data import refuse_ranks
+from recipes.lightning.data import plain_attributes, refuse_ranks
 from recipes.lightning.module import find, overrides
 from trainer.callback import Callback, Role, TrainerProtocol
 from trainer.data.batch import Step
@@ -19,6 +19,8 @@ from trainer.monitors.named_losses import mean_of
 from trainer.optim.groups import WithGroups
 
 OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale"}  # of a logged step
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer")
+EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -82,9 +84,11 @@ class LightningHooks(Callback):
         recipe.view.logged.clear()
         trainer.gathered.append((partial(self._of_step, recipe.view.logged, recipe.view.of_epoch), self._name))
         self.module = module
+        self.samples = plain_attributes(recipe)
         module.on_fit_start()
         module.on_train_start()
         module.on_train_epoch_start()
+        self._refuse_changed_data(trainer)
         for name, parameter in module.named_parameters():  # of a checkpoint: after hooks that have run before it
             parameter.requires_grad_(parameter.requires_grad if self.frozen is None else name not in self.frozen)
         self.open = True  # an epoch has begun, and not ended
@@ -113,12 +117,14 @@ class LightningHooks(Callback):
 
     def on_step_end(self, trainer: TrainerProtocol) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
+        ended = recipe.view.epochs_at(trainer.step) > self.epoch
+        if trainer.lag and any(overrides(module, hook) for hook in (*BATCH_HOOKS, *(EPOCH_HOOKS if ended else ()))):
+            trainer.emit("on_flush")  # hooks see and change the weights of this step
         recipe.view.after_batch = True
         recipe.end_batch(module)
         recipe.passes = 0
         self._add(recipe.view.logged, recipe.view.of_epoch)
         recipe.view.logged.clear()
-        ended = recipe.view.epochs_at(trainer.step) > self.epoch
         if ended:
             self._end_epoch(trainer, module)
             self.epoch = recipe.view.epochs_at(trainer.step)
@@ -127,10 +133,20 @@ class LightningHooks(Callback):
             self.open = not trainer.stop_reason and trainer.step != trainer.plan.max_steps
             if self.open:
                 module.on_train_epoch_start()
+                self._refuse_changed_data(trainer)
         if trainer.metrics:  # a step that is logged
             self._compare(trainer.metrics)
             trainer.metrics |= self.of_epoch
             self.of_epoch = {}
+
+    def _refuse_changed_data(self, trainer: TrainerProtocol) -> None:
+        """Raise ConfigError if a hook has changed an attribute of the samples, of which data workers have copies."""
+        for name, value in plain_attributes(trainer.recipe).items():
+            if trainer.loader.options.workers and value != self.samples.get(name, value):
+                raise ConfigError(
+                    f"{name}: a hook changed it from {self.samples[name]!r} to {value!r}, and data workers have copies "
+                    "of the data set from before; give data.workers=0, or recipe.batches=true"
+                )
 
     def _add(self, logged: Logged, of_epoch: Mapping[str, bool]) -> None:
         """Add what a step has logged with on_epoch to the sums of the epoch."""

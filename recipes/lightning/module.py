@@ -20,6 +20,21 @@ SET_BY_MODULES = {  # attributes that must stay true -> why
 }
 
 
+REMOVED = {  # hooks of Lightning 1, which Lightning 2 does not call -> what to use
+    "training_epoch_end": "keep the outputs in the module, and use on_train_epoch_end",
+    "validation_epoch_end": "keep the outputs in the module, and use on_validation_epoch_end",
+    "training_step_end": "do that in training_step",
+    "validation_step_end": "do that in validation_step",
+    "on_epoch_start": "use on_train_epoch_start",
+    "on_epoch_end": "use on_train_epoch_end",
+    "on_batch_start": "use on_train_batch_start",
+    "on_batch_end": "use on_train_batch_end",
+    "on_pretrain_routine_start": "use on_fit_start",
+    "on_pretrain_routine_end": "use on_fit_start",
+    "on_post_move_to_device": "do that in on_fit_start",
+}
+
+
 class Attached:
     """Comes before a module's own class."""
 
@@ -132,9 +147,24 @@ def refuse_unsupported(module: Any) -> None:
     for method in ("training_step", "configure_optimizers"):
         if not overrides(module, method):
             raise ConfigError(f"recipe.module: {name} has no {method}; define it")
+    refuse_parameters(module)
+    refuse_overridden(module, "recipe.module", REMOVED)
     refuse_overridden(
         module, "recipe.module", HOOKS.refused, set() if module.configure_callbacks() else {"configure_callbacks"}
     )
+
+
+def refuse_parameters(module: Any) -> None:
+    """Raise ConfigError if a step needs an argument that Lightning 2 does not give."""
+    for step in ("training_step", "validation_step"):
+        parameters = list(inspect.signature(getattr(module, step)).parameters.values())
+        unknown = [p.name for p in parameters[2:] if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        given = ["dataloader_iter"] if parameters and parameters[0].name == "dataloader_iter" else unknown
+        if given and given != ["dataloader_idx"]:
+            raise ConfigError(
+                f"recipe.module: {type(module).__name__}.{step} takes {', '.join(given)}, and Echelon gives batch, "
+                "batch_idx and dataloader_idx; leave it out"
+            )
 
 
 def refuse_data(source: Any) -> None:
@@ -159,7 +189,8 @@ def step_arguments(module: Any, name: str, batch: Any, index: int) -> list[Any]:
     parameters = inspect.signature(getattr(module, name)).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return [batch, index]
-    return [batch, index, 0][: len(parameters)]
+    named = [p for p in parameters if p.default is p.empty or p.name in ("batch_idx", "dataloader_idx")]
+    return [batch, index, 0][: len(named)]
 
 
 def find(model: nn.Module) -> Any:

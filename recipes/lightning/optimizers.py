@@ -49,6 +49,7 @@ class Configured:
         configure: Any = module.configure_optimizers
         self.optimizer, schedulers = parse(configure())
         self.schedulers = [self._scheduler(each) for each in schedulers]
+        refuse_no_rate(self.optimizer)
         self.view = view
         self.names = names_of(module, self.optimizer)
         self.plateaus: dict[int, dict[str, float]] = {}
@@ -190,6 +191,14 @@ def refuse_own_state(optimizer: Optimizer) -> None:
                 f"{KEY}: {key} of a group is {describe(value)}, and a checkpoint takes numbers and texts; keep it "
                 "elsewhere"
             )
+
+
+def refuse_no_rate(optimizer: Optimizer) -> None:
+    """Raise ConfigError if a group has no learning rate: a step computes one that nothing else knows."""
+    if any(group.get("initial_lr", group.get("lr")) is None for group in optimizer.param_groups):
+        kind = type(optimizer).__name__
+        way = "return AdafactorSchedule(optimizer) as its scheduler, too" if kind == "Adafactor" else "give lr"
+        raise ConfigError(f"{KEY}: {kind} has a group without a learning rate (lr=None); {way}")
 
 
 def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -8,8 +8,10 @@ import torchmetrics
 from support.lightning import by_echelon, by_lightning, same_weights
 from support.needs import needs
 from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from recipes.lightning import Lightning, LightningHooks
+from trainer.callback import Callback, Role
 from trainer.callbacks.swa import SWA
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
@@ -91,6 +93,108 @@ def test_keys_of_groups_that_an_optimizer_has_no_defaults_for_are_lightnings():
 def test_an_optimizer_that_cannot_be_made_for_other_groups_is_refused(configure, words):
     with pytest.raises(ConfigError, match=words):
         by_echelon(module_with(configure_optimizers=configure), modules().Numbers(), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        ({"validation_epoch_end": lambda self, outputs: None}, r"validation_epoch_end, .*use on_validation_epoch_end$"),
+        ({"training_step_end": lambda self, output: output}, r"training_step_end, .*do that in training_step$"),
+        ({"training_step": lambda self, batch, batch_idx, optimizer_idx: None}, r"training_step takes optimizer_idx, "),
+        ({"training_step": lambda self, dataloader_iter: None}, r"training_step takes dataloader_iter, "),
+    ],
+)
+def test_what_lightning_1_called_is_refused(methods, words):
+    with pytest.raises(ConfigError, match=words):
+        by_echelon(module_with(**methods), modules().Numbers(), max_epochs=1)
+
+
+def test_an_argument_of_a_step_that_has_a_default_keeps_it():
+    seen: list[Any] = []
+
+    def step(self: Any, batch: Any, batch_idx: int, hiddens: Any = None) -> Any:
+        seen.append(hiddens)
+        return modules().AutoEncoder.training_step(self, batch, batch_idx)
+
+    by_echelon(module_with(training_step=step), modules().Numbers(), max_epochs=1)
+    assert set(seen) == {None}
+
+
+def adafactor(self: Any, scheduled: bool) -> Any:
+    from transformers.optimization import Adafactor, AdafactorSchedule
+
+    made = Adafactor(self.parameters(), lr=None, warmup_init=True)
+    return ([made], [{"scheduler": AdafactorSchedule(made), "interval": "step"}]) if scheduled else made
+
+
+@needs("transformers")
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_without_a_rate_is_refused_with_a_way_that_works(scheduled):
+    module = module_with(configure_optimizers=lambda self: adafactor(self, scheduled))
+    if not scheduled:
+        with pytest.raises(ConfigError, match=r"without a learning rate \(lr=None\); return AdafactorSchedule\("):
+            by_echelon(module, modules().Numbers(), max_epochs=1)
+        return
+    ours = by_echelon(module, modules().Numbers(), max_epochs=1)
+    assert same_weights(ours.module, by_lightning(module, modules().Numbers(), max_epochs=1).lightning_module)
+
+
+class Growing(TensorDataset):
+    """Samples that a hook scales."""
+
+    stage = 1
+
+    def __getitem__(self, i: int) -> Any:
+        return self.tensors[0][i] * self.stage, self.tensors[0][i]
+
+
+@pytest.mark.parametrize(("workers", "batches"), [(0, False), (1, False), (0, True)])
+def test_a_hook_that_changes_the_samples_is_obeyed_or_refused(workers, batches):
+    seen: list[float] = []
+    samples = Growing(torch.ones(8, 12))
+
+    def grow(self: Any) -> None:
+        samples.stage = 1 + self.current_epoch
+
+    def step(self: Any, batch: Any, batch_idx: int) -> Any:
+        seen.append(batch[0].max().item())
+        return modules().AutoEncoder.training_step(self, batch, batch_idx)
+
+    samples.stage = 1
+    made = {"on_train_epoch_start": grow, "training_step": step}
+    recipe = Lightning(
+        module_with(**made, train_dataloader=lambda self: DataLoader(Subset(samples, range(8)), 4)), batches=batches
+    )
+    trainer = Trainer(
+        recipe, {"lightning": LightningHooks()}, recipe.optimizer, recipe.schedule, batch=4,
+        options=Options(max_epochs=2, validate_every=None, run_dir="runs/r"), data=DataOptions(workers=workers),
+    )  # fmt: skip
+    if workers:
+        with pytest.raises(ConfigError, match=r"^Growing\.stage: a hook changed it from 1 to 2, .*data\.workers=0"):
+            trainer.fit()
+    else:
+        trainer.fit()
+        assert seen == [1, 1, 2, 2]
+
+
+class Late(Callback):
+    """Leaves the weights a step behind, as `overlap` does."""
+
+    role = Role.OPTIMIZER
+
+    def on_step_end(self, trainer: Any) -> None:
+        trainer.lag = 1
+
+    def on_flush(self, trainer: Any) -> None:
+        trainer.lag = 0
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end"])
+def test_a_hook_of_training_finds_the_weights_of_its_step(hook):
+    lags: list[int] = []
+    module = module_with(**{hook: lambda self, *_: lags.append(self.view.echelon.lag)})
+    by_echelon(module, modules().Numbers(), callbacks={"late": Late()}, max_epochs=1)
+    assert lags and set(lags) == {0}
 
 
 def log_too(self: Any, batch: Any, batch_idx: int) -> Any:
