@@ -53,6 +53,8 @@ def refuse_package(key: str, value: str, module: str, allow: tuple[str, ...]) ->
     package = module.split(".")[0]
     what = f"{package} is not a package that configs may name"
     if package in OURS:
+        if foreign := foreign_package(package):
+            raise ConfigError(f"{key}={value}: {foreign}")
         near = difflib.get_close_matches(value, named_in_conf(), 1)
         what = "is not a name that Echelon's conf/ has" + (f"; did you mean {near[0]}?" if near else "")
     given = dict.fromkeys([*(name for name in allow if name not in LIBRARIES), package])
