@@ -126,7 +126,7 @@ class Evaluator:
         """
         device = self.precision.device
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), kept(self._own_objects()):
                 found = self._walk(model, TRIED)
         except Exception as error:
             error.place = "in the trial of validation, before step 1"  # pyright: ignore[reportAttributeAccessIssue]
@@ -259,6 +259,10 @@ class Evaluator:
         if self.asks:
             self.media, self.asks = self._ask_media(model, micro.batch), False
         return metrics if counts else {}
+
+    def _own_objects(self) -> list[Any]:
+        """Return the recipe's metric objects. `reset` leaves what some keep over validations, as extremes."""
+        return [part for part in modules_in(getattr(self.recipe, "__dict__", {})) if hasattr(part, "compute")]
 
     def _stateful(self, model: nn.Module) -> list[Any]:
         """Return the objects in which `metrics` may keep numbers until the end."""

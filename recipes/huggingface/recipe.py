@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+LABELS = ("label", "labels", "label_ids")
 IGNORED = -100  # a label without a loss
 # As transformers' Trainer names what takes no weight decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -135,6 +136,7 @@ class HuggingFace:
     def model(self) -> nn.Module:
         with pickle_in_one_line(self.source), in_one_line(f"recipe.model={self.source}"), no_progress_bar():
             if self.loads_weights:
+                refuse_quantized(self.config, f"recipe.model={self.source}")
                 how = {"config": self.config, "dtype": torch.float32, "output_loading_info": True}
                 how["trust_remote_code"] = False
                 refuse_astray_index(Path(self.source), f"recipe.model={self.source}")
@@ -178,7 +180,21 @@ class HuggingFace:
         if not taken:
             has = f"a sample has {printable(', '.join(values)) or 'nothing'}"
             raise ConfigError(f"recipe.data: {has}, and the model takes {', '.join(sorted(self.inputs))}; rename a key")
-        return taken
+        return {name: self._as_real(value) if name in LABELS else value for name, value in taken.items()}
+
+    def _as_real(self, label: Any) -> Any:
+        """Return a label as the model's loss takes it: one that is no class is a float, whatever the file has."""
+        if not self.regresses or isinstance(label, bool | str | None):
+            return label
+        return [float(each) for each in label] if isinstance(label, list) else float(label)
+
+    @property
+    def regresses(self) -> bool:
+        """Whether a classifier's labels are numbers, or several of 0 and 1, instead of one class."""
+        if not self.model_class.__name__.endswith("ForSequenceClassification"):
+            return False
+        kind = self.config.problem_type
+        return kind in ("regression", "multi_label_classification") or (kind is None and self.config.num_labels == 1)
 
     @cached_property
     def inputs(self) -> set[str]:
@@ -197,9 +213,8 @@ class HuggingFace:
             raise ConfigError(f"recipe.collator={name}: is no data collator of transformers; {nearest(name, known)}")
         if isinstance(made, type):
             with in_one_line(f"recipe.collator={name}"):
-                made = made(
-                    **({} if name == "DefaultDataCollator" else {"tokenizer": self.tokenizer}) | self.collator_args
-                )
+                given = {"tokenizer": self.tokenizer} if "tokenizer" in inspect.signature(made).parameters else {}
+                made = made(**given | self.collator_args)
         return partial(collated, made, self.limits, self.padding)
 
     @property
@@ -276,6 +291,16 @@ class HuggingFace:
             save.save_pretrained(folder, **more)
         if self.text is not None or "tokenizer" in vars(self):
             self.tokenizer.save_pretrained(folder)
+
+
+def refuse_quantized(config: Any, key: str) -> None:
+    """Raise ConfigError if transformers would load weights that an optimizer can't step."""
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized.quant_method
+        raise ConfigError(
+            f"{key}: config.json has quantization_config ({getattr(method, 'value', method)}), and Echelon trains "
+            "weights in float32; give the model from before the quantization"
+        )
 
 
 def collated(

@@ -334,6 +334,34 @@ def test_samples_are_counted_by_the_first_tensor(batch, samples):
     assert count_samples(batch) == samples
 
 
+def image(number: int, channels: int = 3) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return an image of its own size, with a box for each of its objects."""
+    return torch.zeros(channels, 5 + number, 7), {"boxes": torch.zeros(1 + number % 2, 4), "id": number}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+def test_samples_that_stay_objects_are_counted(size):
+    samples = [image(i) for i in range(size)]
+    named = [{"image": x, **target} for x, target in samples]
+    masks = [(x, torch.zeros(6, 2)) for x, _ in samples]
+    for batch in (tuple(zip(*samples, strict=True)), samples, named, masks, tuple(zip(*masks, strict=True))):
+        assert count_samples(batch) == size
+    images, targets = zip(*samples, strict=True)
+    assert count_samples({"images": list(images), "targets": list(targets)}) == size
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [[torch.zeros(4, 2), torch.zeros(4)], [torch.zeros(4), torch.zeros(4)]],  # collated pairs
+        [[torch.zeros(4, 2), torch.zeros(4)], torch.zeros(9)],
+        {"x": {"a": torch.zeros(4, 2)}, "edges": {"a": torch.zeros(2, 9)}},
+    ],
+)
+def test_collated_tensors_have_a_row_for_each_sample(batch):
+    assert count_samples(batch) == 4
+
+
 @pytest.mark.parametrize("batch", ["text", [], {"a": "text"}])
 def test_a_batch_without_tensors_needs_a_weight(batch):
     with pytest.raises(DataError, match=r"has no tensor to count samples by; let transform\(\) or collate\(\) make"):

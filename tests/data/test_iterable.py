@@ -171,6 +171,15 @@ def test_batches_of_another_size_are_refused_at_the_first():
     )
 
 
+def test_a_collate_fn_may_leave_samples_out():
+    whole = [torch.ones(2) * i for i in range(12)]
+    loader = DataLoader(whole, 6, collate_fn=lambda samples: torch.stack([x for x in samples if x[0] > 2]))  # pyright: ignore[reportArgumentType] a list is a data set
+    recipe = Counted()
+    recipe.data = lambda split: loader if split == "train" else None
+    step = next(open_loader(recipe, options=DataOptions(), batch=6).train(0))
+    assert step.weights == [3]
+
+
 class Of(IterableDataset):
     """Yields one sample after the other, and lacks yields_samples."""
 

@@ -56,6 +56,27 @@ class Measured(Toy):
         return found | {"first": (x[:, 0].sum(), len(x))}
 
 
+class Extremes(Toy):
+    """`reset` of its object leaves the largest value of all validations."""
+
+    def __init__(self) -> None:
+        import torchmetrics
+
+        super().__init__(dtype="float64")
+        self.largest = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        self.largest.update(batch["x"][:, 0])
+        return {"x": self.largest}
+
+
+def test_the_trial_before_step_1_leaves_nothing_in_an_object(tmp_path):
+    """The data are the same in each validation, and the trial has a part of them."""
+    options = Options(max_steps=2, run_dir=str(tmp_path / "runs/r"))
+    found = Trainer(Extremes(), {}, batch=4, options=options, data=DataOptions(workers=0)).fit()
+    assert found["val/x/min"] == found["val/x/raw"] == found["val/x/max"]
+
+
 class AtTheEnd(Measured):
     """The object is given at the end alone."""
 

@@ -282,3 +282,49 @@ def test_code_beside_a_model_is_neither_run_nor_asked_for(tmp_path, monkeypatch)
     for part in ("config", "tokenizer"):
         with pytest.raises(ConfigError, match="asks for code of its own, which is not run"):
             getattr(HuggingFace("bert", "films.jsonl", text="text"), part)
+
+
+def test_samples_without_padding_in_one_row_have_the_loss_of_each(tmp_path):
+    """A collator that takes no tokenizer gets none."""
+    write_llama(tmp_path)
+    recipe = HuggingFace(str(tmp_path / "llama"), "none.jsonl", collator="DataCollatorWithFlattening")
+    model = recipe.model()
+    rows = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]
+    alone = [recipe.loss(model, {"input_ids": torch.tensor([row]), "labels": torch.tensor([row])}) for row in rows]
+    counts = [len(row) - 1 for row in rows]
+    batch = recipe.collate([{"input_ids": row, "labels": row} for row in rows])
+    mean = sum(loss * count for loss, count in zip(alone, counts, strict=True)) / sum(counts)
+    assert recipe.weight(batch) == sum(counts) and recipe.loss(model, batch).item() == pytest.approx(
+        mean.item(), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        ({"num_labels": 1}, [0, 2.5]),
+        ({"num_labels": 3, "problem_type": "regression"}, [[0, 1, 2], [0.5, 1, 2]]),
+        ({"num_labels": 2, "problem_type": "multi_label_classification"}, [[0, 1], [1, 1]]),
+    ],
+)
+def test_labels_that_are_no_class_are_floats(settings, labels, tmp_path):
+    """Else the type of the first label of a batch would cut off the digits of the others."""
+    from transformers import BertConfig
+
+    write_bert(tmp_path)
+    config = BertConfig.from_pretrained(tmp_path / "bert", **settings)
+    config.save_pretrained(tmp_path / "bert")
+    recipe = HuggingFace(str(tmp_path / "bert"), "none.jsonl")
+    rows = [{"input_ids": [2, 5, 3], "label": label} for label in labels]
+    batch = recipe.collate([recipe.transform(row, np.random.default_rng(0)) for row in rows])
+    assert batch["labels"].dtype == torch.float32 and batch["labels"].tolist() == labels
+    assert recipe.loss(recipe.model(), batch).isfinite()
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    write_llama(tmp_path)
+    file = tmp_path / "llama/config.json"
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantized}))
+    with pytest.raises(ConfigError, match=r"llama: config\.json has quantization_config \(bitsandbytes\), and Echelon"):
+        HuggingFace(str(tmp_path / "llama"), "none.jsonl", pretrained=True).model()

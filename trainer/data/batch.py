@@ -122,7 +122,12 @@ class Step:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in `batch`, or of the sequences that are packed there."""
+    """Return the length of the first tensor in `batch`, or of the sequences that are packed there.
+
+    Samples may stay objects of their own, as images of several sizes do: a list of them, or `tuple(zip(*samples))`.
+    """
+    if (samples := count_objects(batch)) is not None:
+        return samples
     while not isinstance(batch, Tensor):
         if isinstance(batch, PackedSequence):
             return int(batch.batch_sizes[0])
@@ -141,6 +146,31 @@ def count_samples(batch: Any) -> int:
         raise DataError(
             "a batch begins with a tensor of shape (), which has no samples to count; give the recipe a `weight`"
         ) from None
+
+
+def count_objects(batch: Any) -> int | None:
+    """Return the samples of a batch in which each is an object of its own; None if tensors have a row for each."""
+    columns = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if not isinstance(columns, list | tuple) or not columns or not isinstance(columns[0], list | tuple | Mapping):
+        return None
+    if any(not isinstance(column, type(columns[0])) or len(column) != len(columns[0]) for column in columns):
+        return None
+    if len({tensor.shape[:1] for column in columns for tensor in tensors_in(column)}) < 2:
+        return None  # each tensor has a row for each sample
+    first = list(columns[0]) if isinstance(columns[0], list | tuple) else []
+    alike = {(type(each), each.dim() if isinstance(each, Tensor) else 0) for each in first}
+    if len(alike) == 1:  # all images, before all targets
+        return len(first)
+    return None if isinstance(batch, Mapping) else len(columns)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each)
 
 
 def steps_from(start: int, split_at: Callable[[int], Split]) -> Iterator[tuple[int, Split]]:

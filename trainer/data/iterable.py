@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from trainer.data.batch import Micro, Split, count_samples
 from trainer.data.limit import FirstOf
 from trainer.data.stream import Batches, Stream
-from trainer.data.torch_loader import begin_pass
+from trainer.data.torch_loader import batch_size_of, begin_pass
 from trainer.errors import DataError
 from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
@@ -61,16 +61,18 @@ def why_no_batch(source: Iterable[Any], walked: int) -> str:
 def refuse_other_size(source: object, batch: Any, split: Split) -> None:
     """Refuse a batch that has another number of samples than a micro-batch of `split`: rates are computed from that.
 
-    A batch without a tensor to count samples by passes.
+    A batch without a tensor to count samples by passes. So does one of a DataLoader that draws as many samples: its
+    `collate_fn` may leave some out.
 
     Raises:
         DataError: The number of samples differs.
     """
+    inner = source.source if isinstance(source, FirstOf) else source
     try:
         samples = count_samples(batch)
     except DataError:
         return
-    if samples != split.micro:
+    if samples != split.micro and batch_size_of(inner) != split.micro:
         cut = f"batch={split.samples}, {split.world} rank(s), accumulate={split.accumulate}"
         raise DataError(
             f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {split.micro} ({cut})"
