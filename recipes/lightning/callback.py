@@ -142,7 +142,7 @@ class LightningHooks(Callback):
     def _refuse_changed_data(self, trainer: TrainerProtocol) -> None:
         """Raise ConfigError if a hook has changed an attribute of the samples, of which data workers have copies."""
         for name, value in plain_attributes(trainer.recipe).items():
-            if trainer.loader.options.workers and value != self.samples.get(name, value):
+            if trainer.loader.options.workers and repr(value) != repr(self.samples.get(name, value)):  # NaN is itself
                 raise ConfigError(
                     f"{name}: a hook changed it from {self.samples[name]!r} to {value!r}, and data workers have copies "
                     "of the data set from before; give data.workers=0, or recipe.batches=true"

@@ -356,6 +356,9 @@ def test_samples_that_stay_objects_are_counted(size):
         [[torch.zeros(4, 2), torch.zeros(4)], [torch.zeros(4), torch.zeros(4)]],  # collated pairs
         [[torch.zeros(4, 2), torch.zeros(4)], torch.zeros(9)],
         {"x": {"a": torch.zeros(4, 2)}, "edges": {"a": torch.zeros(2, 9)}},
+        [[torch.zeros(4, 2), torch.zeros(4)], [torch.zeros(9, 2), torch.zeros(9)]],  # of two loaders, as FixMatch's
+        [[torch.zeros(4, 2), torch.zeros(4, 2)], [torch.zeros(9, 2), torch.zeros(9, 2)]],
+        [{"x": torch.zeros(4, 2), "y": torch.zeros(4)}, {"x": torch.zeros(9, 2), "y": torch.zeros(9)}],
     ],
 )
 def test_collated_tensors_have_a_row_for_each_sample(batch):

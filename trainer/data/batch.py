@@ -155,7 +155,9 @@ def count_objects(batch: Any) -> int | None:
         return None
     if any(not isinstance(column, type(columns[0])) or len(column) != len(columns[0]) for column in columns):
         return None
-    if len({tensor.shape[:1] for column in columns for tensor in tensors_in(column)}) < 2:
+    rows = [{tensor.shape[:1] for tensor in tensors_in(column)} for column in columns]
+    collated = isinstance(batch, list) and not isinstance(columns[0], tuple)  # lists of rows, perhaps of two loaders
+    if len(set().union(*rows)) < 2 or (collated and all(len(each) < 2 for each in rows)):
         return None  # each tensor has a row for each sample
     first = list(columns[0]) if isinstance(columns[0], list | tuple) else []
     alike = {(type(each), each.dim() if isinstance(each, Tensor) else 0) for each in first}
