@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from support.ranks import run_ranks
 from support.runs import sgd
 from support.sharded import Case, adam, fit, flat
+from torch import Tensor, nn
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -280,3 +282,48 @@ def twice(place: Place) -> list[Any]:
 def test_a_second_trainer_saves_and_gathers_without_the_groups_of_the_first():
     for first, second in run_ranks(3, twice):
         np.testing.assert_array_equal(first, second)
+
+
+class Skips(Toy):
+    """Rank N skips block N, as LayerDrop with each rank's own draws may. Ranks call as many blocks."""
+
+    def model(self) -> nn.Module:
+        return Skipping()
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"].float().repeat(1, 2)[:, :4], self.skip(dist.get_rank())).square().mean()
+
+    def skip(self, rank: int) -> int:
+        return rank
+
+
+class SkipsTheSame(Skips):
+    def skip(self, rank: int) -> int:
+        return 1
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, skipped: int) -> Tensor:
+        for block in (block for i, block in enumerate(self.blocks) if i != skipped):
+            x = torch.tanh(block(x))
+        return x
+
+
+def skip_blocks(place: Place, recipe: type) -> str:
+    options = Options(max_steps=2, validate_every=None, run_dir=f"runs/{recipe.__name__}", timeout_s=60.0)
+    trainer = Trainer(recipe(), {"shard": Shard(3)}, batch=8, place=place, options=options, data=DataOptions(workers=0))
+    try:
+        return trainer.fit()["stopped"]
+    except ConfigError as error:
+        return str(error)
+
+
+def test_ranks_that_call_different_blocks_are_refused_before_they_step():
+    """Their collectives fit together, so rows of different blocks would be mixed without an error."""
+    for line in run_ranks(2, skip_blocks, Skips):
+        assert line.startswith("callbacks.shard.stage=3: ranks called different blocks in step 1")
+    assert run_ranks(2, skip_blocks, SkipsTheSame) == ["max_steps"] * 2

@@ -1,8 +1,9 @@
 """Shards optimizer state, gradients and parameters over the ranks: ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054)."""
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.annotated import AtLeast
@@ -12,7 +13,9 @@ from trainer.callbacks.shard.owners import Owners
 from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.callbacks.shard.zero2 import ZeRO2
 from trainer.comm.reduce import AllReduce, Reduce
+from trainer.data.batch import Step
 from trainer.errors import ConfigError
+from trainer.forward_backward import ForwardBackward
 from trainer.parallel.fsdp import FSDP
 from trainer.parallel.strategy import Strategy
 
@@ -66,6 +69,7 @@ class Shard(Callback):
                 f"callbacks.shard.stage=3, or leave {key} out"
             )
         self.stage, self.blocks, self.reshard, self.hybrid, self.offload = stage, blocks, reshard, hybrid, offload
+        self.order: stage3.BlockOrder | None = None
         self.shares_with = frozenset({Role.SPLIT} if stage == 1 else ())
         self.provides = frozenset({"hierarchical"} if hybrid else ())
         self.conflicts = stage3.conflicts(offload) if stage == 3 else {"defers": STEPS}
@@ -86,9 +90,12 @@ class Shard(Callback):
             return ZeRO1(trainer, model, None if isinstance(trainer.reduce, AllReduce) else trainer.reduce)
         if self.stage == 2:
             return ZeRO2(trainer, model)
-        return stage3.fully_shard(
+        strategy = stage3.fully_shard(
             trainer, model, self.group, self.across, self.blocks, reshard=self.reshard, offload=self.offload
         )
+        if not any(Role.COMPILE in (each.role, *each.also) for each in trainer.callbacks.values()):  # it guards numbers
+            self.order = stage3.BlockOrder([model.get_submodule(name) for name in strategy.blocks])
+        return strategy
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
         strategy = trainer.strategy
@@ -100,10 +107,24 @@ class Shard(Callback):
             strategy.owned = owners.own
         return optimizer
 
+    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
+        if self.order is None:
+            return run
+        order = self.order
+
+        def passes(data: Step, total: Callable[[], int]) -> list[Tensor]:
+            losses = run(data, total)
+            order.compare(trainer)
+            return losses
+
+        return passes
+
     def on_flush(self, trainer) -> None:
         """Share rank 0's buffers, which validation and checkpoints read. Other strategies have replicas that do."""
         if isinstance(trainer.strategy, FSDP):
             trainer.strategy.share_buffers(*dict.fromkeys((trainer.module, trainer.eval_model)))
 
     def on_fit_end(self, trainer) -> None:
+        for hook in self.order.hooks if self.order else ():
+            hook.remove()
         trainer.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector

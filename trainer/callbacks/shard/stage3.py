@@ -1,5 +1,6 @@
 """Stage 3: the groups of ranks that share the rows of FSDP2, and what it can't run with."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,32 @@ def fully_shard(
         log.warning("shard: offload=true frees nothing on the CPU, whose memory is the host's")
     log.info("shard: %d units in rows over %d of %d ranks", units, group.size(), trainer.world)
     return strategy
+
+
+class BlockOrder:
+    """The blocks that a step of this rank calls, as a number. Ranks that call others mix rows of different blocks."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.number = 0
+        self.hooks = [block.register_forward_pre_hook(partial(self._note, i)) for i, block in enumerate(blocks, 1)]
+
+    def _note(self, i: int, block: nn.Module, inputs: Any) -> None:
+        if block.training:
+            self.number = (self.number * 1_000_003 + i) % (1 << 40)
+
+    def compare(self, trainer: TrainerProtocol) -> None:
+        """Begin a new step. A collective.
+
+        Raises:
+            ConfigError: Another rank has called other blocks.
+        """
+        own, self.number = self.number, 0
+        if trainer.ranks.agree((own,))() != (own * trainer.world,):
+            raise ConfigError(
+                f"callbacks.shard.stage=3: ranks called different blocks in step {trainer.step + 1}, and got rows of "
+                "each other's; skip the same blocks on all ranks, or use callbacks.shard.stage=1 with "
+                "trainer.ddp.find_unused_parameters=true"
+            )
 
 
 def refuse_hooks(model: nn.Module) -> None:
