@@ -85,8 +85,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
-    jobs: list[Job] = []
-    swept: set[Path] = set()  # files that Hydra writes about a multirun
+    jobs, swept = list[Job](), set[Path]()  # the latter are files that Hydra writes about a multirun
     flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
 
     def collect(config: DictConfig) -> None:

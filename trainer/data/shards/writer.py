@@ -26,11 +26,9 @@ def write_shards(
 ) -> list[Path]:
     """Write PREFIX-000000.tar and so on, each complete or absent, and return them.
 
-    PREFIX.incomplete is there until all are written. `find_shards` refuses such shards: they are a part of the samples.
-
     A sample is `__key__` and values by extension. Bytes and text are written unchanged. Other values are encoded by
     WebDataset's encoders (npy, json, cls, png, ...) and those for int and safetensors. Values of extensions that end in
-    `.gz` are gzipped.
+    `.gz` are gzipped. Until all are written, PREFIX.incomplete is there, and `find_shards` refuses the shards.
 
     Raises:
         DataError: A key or an extension can't be read back, or there are shards of that prefix already.

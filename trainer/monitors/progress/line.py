@@ -24,8 +24,8 @@ OPTIONAL = (
 )  # fmt: skip
 
 LEAST_BAR, MOST_BAR = 4, 20  # columns
-YEAR_S = 365 * 24 * 3600
-MOST_S = 1000 * YEAR_S  # a timedelta of more overflows at some point
+YEAR = 365 * 24 * 3600  # seconds
+MOST = 1000 * YEAR  # a timedelta of more overflows at some point
 
 
 class Moment(NamedTuple):
@@ -66,8 +66,8 @@ def epoch_of(samples: int, in_epoch: int | None, last: int | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    if seconds > MOST_S:
-        return f"{seconds / YEAR_S:.0e} years"
+    if seconds > MOST:
+        return f"{seconds / YEAR:.0e} years"
     return str(timedelta(seconds=round(seconds)))
 
 
