@@ -300,6 +300,7 @@ def test_each_kind_of_setting_is_tried():
     assert len(parse(WITHOUT_TORCH)) > 50 and len(parse(WITH_TORCH)) > 15
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_files_size_is_one_line(tmp_path):
     """`ulimit -f`, in a user's shell or a batch system."""
     words = [*TOY, *QUICK, "trainer.max_steps=2", "trainer.run_dir=runs/r"]

@@ -197,7 +197,7 @@ def test_a_batch_of_a_users_own_class_is_sent():
 
 
 @pytest.mark.skipif(bool(os.getuid()), reason="needs root, for a /dev/shm of its own")
-@pytest.mark.parametrize("size", ["4k", "64k"])
+@pytest.mark.parametrize("size", ["4k", pytest.param("64k", marks=pytest.mark.slow)])
 def test_a_shared_memory_without_room_is_no_bad_sample(size, tmp_path):
     """Too small for a semaphore, or for a batch."""
     mount = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "x"]

@@ -127,6 +127,7 @@ def adafactor(self: Any, scheduled: bool) -> Any:
     return ([made], [{"scheduler": AdafactorSchedule(made), "interval": "step"}]) if scheduled else made
 
 
+@pytest.mark.slow
 @needs("transformers")
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_an_optimizer_without_a_rate_is_refused_with_a_way_that_works(scheduled):
