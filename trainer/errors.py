@@ -27,7 +27,6 @@ NO_SHARED_MEMORY = (
     f"{SHARED_MEMORY}: has no room for the batches of data workers; make room, enlarge it (docker run --shm-size=1g), "
     "or give data.workers=0"
 )
-UNMET = re.compile("waiting for clients|while trying to connect to")  # as torch says
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 
 
@@ -84,8 +83,6 @@ def _message(error: BaseException) -> str:
         return f"echelon: {file}: {error.strerror}; {way_out}"
     if limit := exhausted(error):
         return f"echelon: {limit}"
-    if UNMET.search(text := str(error).partition("\n")[0]) and type(error).__name__.startswith("Dist"):
-        return f"echelon: the ranks did not meet: {printable(text)}; start all of them, and let all reach MASTER_ADDR"
     return trace
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
@@ -91,18 +91,24 @@ def redact_text(text: str) -> str:
     text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
     text = BASIC.sub(_hide_basic, BEARER.sub(rf"\1{HIDDEN}", text))
     text = ASSIGNED.sub(_hide, text)
-    own = {value for value in GIVEN | _of_environment() if len(value) >= SHORTEST and value.lower() not in SCHEMES}
-    found = {form: value for value in own for form in _forms(value) if form in text}
-    for form in sorted((form for form in found if not os.path.exists(found[form])), key=len, reverse=True):
+    own = _own(frozenset(GIVEN), frozenset(os.environ.items()))
+    found = [form for form, value in own.items() if form in text and not os.path.exists(value)]
+    for form in sorted(found, key=len, reverse=True):
         text = text.replace(form, HIDDEN)
-    return ENCODED.sub(partial(_hide_encoded, own), text) if own else text
+    return ENCODED.sub(partial(_hide_encoded, {*own.values()}), text) if own else text
 
 
-def _of_environment() -> set[str]:
-    """Return the lines of secret variables, for a key has several, and the passwords of URLs in all variables."""
-    secret = [value for name, value in os.environ.items() if is_secret(name) and name not in FOLDERS]
-    passwords = {word for value in os.environ.values() if "://" in value for word in PASSWORD.findall(value)}
-    return passwords.union(secret, *(map(str.strip, value.splitlines()) for value in secret))
+@lru_cache(1)  # for each line of a log
+def _own(given: frozenset[str], environment: frozenset[tuple[str, str]]) -> dict[str, str]:
+    """Return the secrets by each of their forms.
+
+    Of the environment these are the lines of secret variables, for a key has several, and passwords of URLs in all.
+    """
+    secret = [value for name, value in environment if is_secret(name) and name not in FOLDERS]
+    passwords = {word for _, value in environment if "://" in value for word in PASSWORD.findall(value)}
+    known = given | passwords.union(secret, *(map(str.strip, value.splitlines()) for value in secret))
+    values = (value for value in known if len(value) >= SHORTEST and value.lower() not in SCHEMES)
+    return {form: value for value in values for form in _forms(value)}
 
 
 def _forms(value: str) -> set[str]:

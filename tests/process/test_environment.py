@@ -256,7 +256,7 @@ def test_settings_that_contradict_the_launcher():
 
 
 def test_a_command_that_the_code_of_a_rank_starts_is_no_rank():
-    """It would take the rank's place in the run's store, and wait for the others for ever."""
+    """It would take the rank's place in the run's store, and wait for the others without end."""
     private = {f"ECHELON_{name}": "x" for name in ("HEARTBEAT", "ATTEMPT", "PARENT")}
     env = variables(Place(1, 2, 1, 2, "store", "echelon"), Path("private")) | private | {"ECHELON_TRACEBACK": "1"}
     mark_rank(env)

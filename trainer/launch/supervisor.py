@@ -187,7 +187,8 @@ class Supervisor:
         """Return where to read the ranks' heartbeats. The files stay open, for a clean-up of TMPDIR may remove them."""
         for path in private.glob("heartbeat-*"):
             if path.name not in self.beats:
-                self.beats[path.name] = path.open("rb")
+                with contextlib.suppress(FileNotFoundError):
+                    self.beats[path.name] = path.open("rb")
         return {name: Path(f"/proc/self/fd/{file.fileno()}") for name, file in self.beats.items()}
 
     def _completes(self, beat: Beat | None) -> bool:

@@ -134,10 +134,10 @@ class MLflow(SendingLogger):
 
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Log text, PNG or counts as a file of the run: NAME/step-00000010.png."""
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
         if not self.artifacts:
             return
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
         ending = "txt" if isinstance(item, str) else "png" if isinstance(item, Image) else "json"
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, f"step-{step:08d}.{ending}")

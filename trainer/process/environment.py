@@ -15,6 +15,10 @@ from pathlib import Path
 from trainer.errors import ConfigError
 
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: ranks meet in a new store each time
+MARK = "ECHELON_RANK_PROCESS"  # the number of the process that is a rank
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALRANKID")
+OF_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "SLURM_STEP_", "SLURM_PROCID")  # begin their variables
+OF_OURS = ("STORE", "ERROR_FILE", "PARENT", "ATTEMPT", "HEARTBEAT", "RANK_PROCESS")
 
 
 @dataclass(frozen=True)
@@ -258,12 +262,6 @@ def cores() -> int:
 def threads_of(ranks: int) -> str:
     """Return OMP_NUM_THREADS for each of so many ranks on this node: the user's, else an equal share of the cores."""
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-
-
-MARK = "ECHELON_RANK_PROCESS"  # the number of the process that is a rank
-OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALRANKID")
-OF_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "SLURM_STEP_", "SLURM_PROCID")  # begin their variables
-OF_OURS = ("STORE", "ERROR_FILE", "PARENT", "ATTEMPT", "HEARTBEAT", "RANK_PROCESS")
 
 
 def mark_rank(env: MutableMapping[str, str]) -> None:

@@ -93,7 +93,8 @@ class Shard(Callback):
         strategy = stage3.fully_shard(
             trainer, model, self.group, self.across, self.blocks, reshard=self.reshard, offload=self.offload
         )
-        if not any(Role.COMPILE in (each.role, *each.also) for each in trainer.callbacks.values()):  # it guards numbers
+        # A compiled block would be compiled again for each number.
+        if not any(Role.COMPILE in (each.role, *each.also) for each in trainer.callbacks.values()):
             self.order = stage3.BlockOrder([model.get_submodule(name) for name in strategy.blocks])
         return strategy
 
