@@ -102,7 +102,7 @@ def redact_text(text: str) -> str:
 def _own(given: frozenset[str], environment: frozenset[tuple[str, str]]) -> dict[str, str]:
     """Return the secrets by each of their forms.
 
-    Of the environment these are the lines of secret variables, for a key has several, and passwords of URLs in all.
+    The environment has them in lines of secret variables, for a key has several, and in URLs, as passwords.
     """
     secret = [value for name, value in environment if is_secret(name) and name not in FOLDERS]
     passwords = {word for _, value in environment if "://" in value for word in PASSWORD.findall(value)}
