@@ -1,9 +1,12 @@
 """Puts the learning rates of each step into the optimizer's groups, and follows those that user code sets by hand."""
 
+from operator import itemgetter
 from typing import Any
 
 from trainer.errors import ConfigError
 from trainer.optim.schedule import Rate
+
+RATE = itemgetter("lr")
 
 
 class Rates:
@@ -19,7 +22,7 @@ class Rates:
 
     def __init__(self, rate: Rate, optimizer: Any) -> None:
         self.rate, self.optimizer = rate, optimizer
-        self.peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
+        self.peaks: list[float] = list(map(RATE, optimizer.param_groups))
         self.given = list(self.peaks)  # of the last step; empty: not known
         self.by_hand = False
 
@@ -30,10 +33,10 @@ class Rates:
             ConfigError: User code has added a group, or has set a rate that the schedule sets, too.
         """
         groups = self.optimizer.param_groups
-        if self.given and [group["lr"] for group in groups] != self.given:
+        if self.given and list(map(RATE, groups)) != self.given:
             self._follow(step, groups)
         self.rate.put(step, groups, self.peaks)
-        self.given = [group["lr"] for group in groups]
+        self.given = list(map(RATE, groups))
 
     def restore(self, peaks: list[float] | None) -> None:
         """Put the rates of a checkpoint back that were set by hand; None: none was.
