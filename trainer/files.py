@@ -1,6 +1,7 @@
 """Writes the files of a run: some grow, even while the disk is full; others appear whole or not at all."""
 
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -178,6 +179,14 @@ def special(folder: Path, pattern: str = "*") -> Path | None:
             if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
                 return path
     return None
+
+
+def matching(pattern: str) -> list[str]:
+    """Return the paths that a pattern matches; `**` stands for any folders. A folder may be called `[2024]`."""
+    folders = (slash.end() for slash in re.finditer("/", pattern) if os.path.isdir(pattern[: slash.end()]))
+    folder = pattern[: max(folders, default=0)]
+    literal = glob.escape(folder) + pattern[len(folder) :]
+    return glob.glob(pattern, recursive=True) or glob.glob(literal, recursive=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
