@@ -114,6 +114,7 @@ class Appended:
             found = self.path.stat().st_size if self.path.exists() else 0
             if found > state["bytes"]:
                 os.truncate(self.path, state["bytes"])
+            zeroed = ends_in_zero(self.path)
         except OSError as error:
             self._refused(error)
             return False
@@ -121,6 +122,9 @@ class Appended:
         if found < state["bytes"]:
             text = "%s: lines are missing: the file has %d bytes, and the checkpoint counted %d"
             log.warning(text, self.path, found, state["bytes"])
+        if zeroed:
+            self.kept = b"\n" + self.kept
+            log.warning("%s: lines are missing: it ends in zero bytes, as after a power loss", self.path)
         return True
 
     def _refused(self, error: OSError) -> None:
@@ -130,6 +134,14 @@ class Appended:
         if trouble > self.trouble:
             self.trouble = trouble  # before the warning, since the log may be such a file, too
             log.warning("%s: %s", self.path, text)
+
+
+def ends_in_zero(file: Path) -> bool:
+    """Return whether the last byte is 0, which no line of text has; false for an empty file, or none."""
+    with suppress(OSError), file.open("rb") as content:
+        content.seek(-1, os.SEEK_END)
+        return content.read(1) == b"\0"
+    return False
 
 
 _made: list[Path] = []
