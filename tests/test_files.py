@@ -124,6 +124,13 @@ def test_a_checkpoint_has_what_the_file_has_not(tmp_path, monkeypatch, said):
     again.go_on({"bytes": 14, "kept": ""})
     again.write(b"")
     assert said[-1].endswith("lines are missing: the file has 4 bytes, and the checkpoint counted 14")
+    (tmp_path / "file").write_bytes(bytes(14))
+    again = Appended(tmp_path / "file")
+    again.go_on({"bytes": 14, "kept": ""})
+    again.write(b"three\n")
+    again.close()
+    assert said[-1].endswith("lines are missing: it ends in zero bytes, as after a power loss")
+    assert (tmp_path / "file").read_bytes() == bytes(14) + b"\nthree\n"
 
 
 def refuse(*args: object) -> None:

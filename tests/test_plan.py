@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from trainer.callback import Callback, Role
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.optim.schedule import Constant
-from trainer.plan import Plan, RunSpec, identity_without_observers, refuse_other_recipe, stateful
+from trainer.plan import (
+    Plan,
+    RunSpec,
+    identity_without_observers,
+    refuse_other_recipe,
+    settings_in_common,
+    stateful,
+)
 from trainer.process.environment import Place
 
 
@@ -32,6 +40,39 @@ def test_ranks_do_not_decide_again(monkeypatch):
     monkeypatch.setattr(Plan, "_max_steps", lambda plan: pytest.fail("decides again"))
     plan = make_plan(Toy(), place=Place(1, 3, 1, 3), spec=spec)
     assert plan.spec == decided and (plan.micro, plan.accumulate, plan.max_steps) == (2, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "second"),
+    [("optimizer.lr", 0.1, 0.01), ("recipe.dropout", 0.0, 0.5), ("recipe.lora.r", None, 8), ("schedule.warmup", 2, 3)],
+)
+def test_a_rank_with_another_command_is_named(key, first, second):
+    """Two terminals, of which one command was not edited."""
+    with pytest.raises(ConfigError, match=rf"^{key} is {first} on rank 0 and {second} on rank 1; start all ranks with"):
+        plan_of_two({} if first is None else {key: first}, {key: second})
+
+
+def test_a_node_may_have_paths_interfaces_and_loggers_of_its_own():
+    class Notes(Callback):
+        role = Role.OBSERVE
+
+    own = {"recipe.text": "/mnt/a", "nccl.interface": "eth0", "callbacks.notes.name": "a", "recipe.width": 4}
+    other = {"recipe.text": "/mnt/b", "nccl.interface": "ens1", "callbacks.notes.name": "b", "recipe.width": 4}
+    assert plan_of_two(own, other, {"notes": Notes()}).spec.world == 2
+
+
+def plan_of_two(own: dict[str, Any], other: dict[str, Any], callbacks: Any = MappingProxyType({})) -> Plan:
+    """Return the plan of rank 0, whose settings are `own`, with a rank 1 that differs by its settings alone."""
+    mine, theirs = (settings_in_common(settings, callbacks) for settings in (own, other))
+
+    def each(value: Any) -> list[Any]:
+        compared = isinstance(value, dict) and "trainer.seed" in value
+        return [value, {key: value[key] for key in value.keys() - mine.keys()} | theirs if compared else value]
+
+    return Plan(
+        Toy(), callbacks, Constant(), batch=12, micro_batch=None, accumulate=None, options=Options(max_epochs=2),
+        data=DataOptions(workers=0), place=Place(world=2), each=each, settings=own,
+    )  # fmt: skip
 
 
 def test_a_rank_that_sees_other_data_is_refused():

@@ -220,6 +220,14 @@ def test_a_lock_that_is_held_is_no_limit_of_processes(monkeypatch):
     assert not exhausted(held.value) and "too few processes" in exhausted(forked.value)
 
 
+@pytest.mark.parametrize(("user", "named"), [(0, "pids.max of "), (1000, "ulimit -u=7, or pids.max of ")])
+def test_the_limit_of_processes_that_holds_is_named(user, named, monkeypatch):
+    """ulimit -u does not hold for root; a container, or a unit of systemd, has a limit of its own."""
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr("trainer.errors.resource.getrlimit", lambda kind: (7, 7))
+    assert exhausted(RuntimeError("can't start new thread")).startswith(named)
+
+
 def test_a_misspelt_attribute_stays_the_users_own_error():
     with pytest.raises(AttributeError, match="forwrd"):
         fit(with_method("loss", lambda self, model, batch: model.forwrd(batch)))

@@ -10,7 +10,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from trainer.config.check import check_type
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, printable
 from trainer.redact import HIDDEN, is_secret, redact, redact_argument, redact_text, redacted_keys, remember
 
 SIGNED = "https://h/a-{0..9}.tar?X-Amz-Expires=9&X-Amz-Signature=s3cr3t"
@@ -181,5 +181,21 @@ def test_the_password_of_a_url_in_any_variable_is_hidden_and_the_shells_folder_i
     monkeypatch.setenv("DATABASE_URL", "postgres://app:s3cr3tDB@db:5432/prod")
     monkeypatch.setenv("PWD", "/removed/folder")
     assert redact_text("login with s3cr3tDB failed in /removed/folder") == "login with *** failed in /removed/folder"
-    monkeypatch.setenv("X_TOKEN", "b\udcffad_bytes")
-    assert redact_text("b\udcffad_bytes") == HIDDEN
+
+
+def test_a_password_that_is_no_utf_8_is_hidden_as_text_and_as_bytes(monkeypatch):
+    sent = b"b\xffad_bytes"  # Latin-1
+    monkeypatch.setenv("X_PASSWORD", value := os.fsdecode(sent))
+    for text in (value, printable(value), repr(value), repr(sent), quote(sent), json.dumps(value)):
+        assert "ad_bytes" not in redact_text(f"login with {text} failed")
+    assert redact_text(base64.b64encode(b"user:" + sent).decode()) == HIDDEN
+
+
+def test_a_password_that_is_a_key_or_a_projects_folder_leaves_messages_readable(monkeypatch, tmp_path):
+    (folder := tmp_path / "kitchen").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("POSTGRES_PASSWORD", "trainer")
+    monkeypatch.setenv("REDIS_PASSWORD", "kitchen")
+    line = f"echelon --config-dir {folder} trainer.resume=ckpt/r"
+    assert redact_text(line) == line
+    assert redact_text("POSTGRES_PASSWORD=trainer") == "POSTGRES_PASSWORD=***"

@@ -101,8 +101,9 @@ def exhausted(error: BaseException) -> str:
     if (isinstance(error, OSError) and error.errno == errno.EMFILE) or text.startswith("Too many open files"):
         return f"ulimit -n={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: too few files may be open; {way_out}"
     if text in NO_MORE or (isinstance(error, BlockingIOError) and forks(error)):
-        most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        limit = f"ulimit -u={most}" if most != resource.RLIM_INFINITY else "pids.max of the control group"
+        most, limit = resource.getrlimit(resource.RLIMIT_NPROC)[0], "pids.max of the control group"
+        if most != resource.RLIM_INFINITY and os.geteuid() != 0:  # which does not count the processes of root
+            limit = f"ulimit -u={most}, or {limit}"
         return f"{limit}: too few processes and threads may run; {way_out}"
     return ""
 

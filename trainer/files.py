@@ -1,6 +1,7 @@
 """Writes the files of a run: some grow, even while the disk is full; others appear whole or not at all."""
 
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -113,6 +114,7 @@ class Appended:
             found = self.path.stat().st_size if self.path.exists() else 0
             if found > state["bytes"]:
                 os.truncate(self.path, state["bytes"])
+            zeroed = ends_in_zero(self.path)
         except OSError as error:
             self._refused(error)
             return False
@@ -120,6 +122,9 @@ class Appended:
         if found < state["bytes"]:
             text = "%s: lines are missing: the file has %d bytes, and the checkpoint counted %d"
             log.warning(text, self.path, found, state["bytes"])
+        if zeroed:
+            self.kept = b"\n" + self.kept
+            log.warning("%s: lines are missing: it ends in zero bytes, as after a power loss", self.path)
         return True
 
     def _refused(self, error: OSError) -> None:
@@ -129,6 +134,14 @@ class Appended:
         if trouble > self.trouble:
             self.trouble = trouble  # before the warning, since the log may be such a file, too
             log.warning("%s: %s", self.path, text)
+
+
+def ends_in_zero(file: Path) -> bool:
+    """Return whether the last byte is 0, which no line of text has; false for an empty file, or none."""
+    with suppress(OSError), file.open("rb") as content:
+        content.seek(-1, os.SEEK_END)
+        return content.read(1) == b"\0"
+    return False
 
 
 _made: list[Path] = []
@@ -178,6 +191,14 @@ def special(folder: Path, pattern: str = "*") -> Path | None:
             if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
                 return path
     return None
+
+
+def matching(pattern: str) -> list[str]:
+    """Return the paths that a pattern matches; `**` stands for any folders. A folder may be called `[2024]`."""
+    folders = (slash.end() for slash in re.finditer("/", pattern) if os.path.isdir(pattern[: slash.end()]))
+    folder = pattern[: max(folders, default=0)]
+    literal = glob.escape(folder) + pattern[len(folder) :]
+    return glob.glob(pattern, recursive=True) or glob.glob(literal, recursive=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:

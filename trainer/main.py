@@ -25,7 +25,7 @@ from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
 from trainer.process.environment import avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
-from trainer.process.signals import StartupSignals
+from trainer.process.signals import StartupSignals, undo_inherited
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
 
 USAGE = """Echelon trains PyTorch models; distributed-training optimisations are callbacks and keys.
@@ -61,6 +61,7 @@ def main() -> None:
 def prepare() -> None:
     """Set this process up for a command. A second call changes nothing."""
     open_standard_descriptors()
+    undo_inherited()
     if getattr(trainer, "DISTRIBUTION", "") != "echelon-trainer":  # not its docstring, which python -OO leaves out
         sys.exit(f"echelon: {trainer.__file__} is another package's; give Echelon an environment of its own")
     if code := run_guarded(find_recipes):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainer.annotated import called, fits
@@ -70,12 +71,14 @@ class Plan:
         place: Place,
         each: Callable[[Any], list[Any]],
         spec: RunSpec | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         world = place.world
         if spec is None:
             refuse_more(options, world)
             same = asdict(options) | {"run_dir": None, "checkpoint": asdict(options.checkpoint) | {"dir": ""}}
-            refuse_other_ranks({f"trainer.{key}": value for key, value in same.items()}, each)
+            common = settings_in_common(settings, callbacks)
+            refuse_other_ranks({f"trainer.{key}": value for key, value in same.items()} | common, each)
         self.options, self.data, self.batch = options, data, batch
         refuse_incomplete(recipe, callbacks)
         self.callbacks = arrange(callbacks, self.features())
@@ -398,15 +401,22 @@ def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
 
 
 def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]]) -> None:
-    """Refuse ranks with different arguments or data: such ranks would wait for each other for ever."""
+    """Refuse ranks with different arguments or data: such ranks would train apart, or wait without end."""
     first, *others = each(own)
     for rank, other in enumerate(others, start=1):
-        for key, value in first.items():
-            if other[key] != value:
+        for key in first | other:
+            if other.get(key) != first.get(key):
                 raise ConfigError(
-                    f"{key} is {short(value)} on rank 0 and {short(other[key])} on rank {rank}; "
+                    f"{key} is {short(first.get(key))} on rank 0 and {short(other.get(key))} on rank {rank}; "
                     "start all ranks with the same arguments, on the same data"
                 )
+
+
+def settings_in_common(settings: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+    """Return the settings that all ranks must share; a node may have paths, interfaces and loggers of its own."""
+    loggers = tuple(f"callbacks.{name}." for name, callback in callbacks.items() if callback.role is Role.OBSERVE)
+    common = {key: value for key, value in settings.items() if not key.startswith(("trainer.", "nccl.", *loggers))}
+    return {key: "a path" if isinstance(value, str) and "/" in value else value for key, value in common.items()}
 
 
 def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:

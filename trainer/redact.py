@@ -4,6 +4,7 @@ Each pattern takes time proportional to the text: a message may have a stranger'
 """
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -38,6 +39,7 @@ BASIC = re.compile(r"(?i)\b(basic\s+)([A-Za-z0-9+/]{4,}={0,2})")
 PASSWORD = re.compile(r"""://[^\s/?#'":@]*:([^\s/?#'"]*)@""")  # of a URL
 ENCODED = re.compile(r"[A-Za-z0-9+/_-]{12,}={0,2}")  # what may be base64
 FOLDERS = ("PWD", "OLDPWD")  # the shell's variables, no passwords
+KEYS_OF_OURS = {"echelon", "trainer", "recipe", "recipes", "callbacks", "optimizer", "schedule", "accumulate"}
 SHORTEST = 6  # characters of a value that is looked for; a shorter one may be a part of any word
 SCHEMES = ("bearer", "basic", "token", "digest")  # before the secret of a header of authorization
 GIVEN: set[str] = set()  # the secrets in this process's configs
@@ -86,16 +88,25 @@ def redact_text(text: str) -> str:
     """Hide the secrets in a line of a log, a message or a traceback: those of URLs, headers and named values.
 
     Hidden are, too, the secrets of the run's config, and the values of environment variables that have a secret's name.
-    Paths are not. Each line of such a value is hidden, and its escaped, percent-encoded and base64 forms.
+    Paths, and names that every message needs, are not. Each line of such a value is hidden, and its escaped,
+    percent-encoded and base64 forms.
     """
     text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
     text = BASIC.sub(_hide_basic, BEARER.sub(rf"\1{HIDDEN}", text))
     text = ASSIGNED.sub(_hide, text)
     own = _own(frozenset(GIVEN), frozenset(os.environ.items()))
-    found = [form for form, value in own.items() if form in text and not os.path.exists(value)]
+    found = [form for form, value in own.items() if form in text and not _is_public(value)]
     for form in sorted(found, key=len, reverse=True):
         text = text.replace(form, HIDDEN)
     return ENCODED.sub(partial(_hide_encoded, {*own.values()}), text) if own else text
+
+
+def _is_public(value: str) -> bool:
+    """Return whether a value is a path, or a weak password, such as a project's name, that keys and paths have."""
+    folders = ""
+    with contextlib.suppress(FileNotFoundError):  # somebody has deleted the folder
+        folders = os.getcwd()
+    return value in KEYS_OF_OURS or value in folders.split("/") or os.path.exists(value)
 
 
 @lru_cache(1)  # for each line of a log
@@ -112,10 +123,19 @@ def _own(given: frozenset[str], environment: frozenset[tuple[str, str]]) -> dict
 
 
 def _forms(value: str) -> set[str]:
-    """Return how libraries write a value: as it is, by repr, in JSON, and in URLs."""
-    escaped = (repr(value), ascii(value), json.dumps(value), json.dumps(value, ensure_ascii=False))
-    quoted = (quote(value, errors="replace"), quote(value, "", errors="replace"), quote_plus(value, errors="replace"))
-    return {value, *quoted, *(text[1:-1] for text in escaped)}
+    """Return how libraries write a value: as it is, by repr, in JSON, in URLs, as bytes, and as `printable` does."""
+    sent = _bytes(value)
+    escaped = (repr(value), ascii(value), json.dumps(value), json.dumps(value, ensure_ascii=False), repr(sent)[1:])
+    shown = "".join(c if c.isprintable() else "?" for c in value)
+    return {value, shown, quote(sent), quote(sent, ""), quote_plus(sent), *(text[1:-1] for text in escaped)}
+
+
+def _bytes(value: str) -> bytes:
+    """Return the bytes of a value; the environment's may be no UTF-8."""
+    try:
+        return value.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return value.encode(errors="replace")
 
 
 def _hide_encoded(own: set[str], found: re.Match[str]) -> str:
@@ -125,7 +145,7 @@ def _hide_encoded(own: set[str], found: re.Match[str]) -> str:
         sent = base64.b64decode(usual + "=" * (-len(usual) % 4))
     except ValueError:
         return found[0]
-    return HIDDEN if any(value.encode(errors="replace") in sent for value in own) else found[0]
+    return HIDDEN if any(_bytes(value) in sent for value in own) else found[0]
 
 
 def _hide_basic(found: re.Match[str]) -> str:

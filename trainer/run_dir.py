@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 
 MOST_CONFIG = 4 << 20  # bytes of a config.yaml
+OF_RUNS = ("recipe", "callbacks", "optimizer", "schedule", "trainer", "data")  # keys of a config.yaml, at least
 WRITTEN = ("logs", "tensorboard", "export", "profile")  # folders inside the folder of a run
 
 
@@ -210,6 +211,16 @@ def stored_config(file: Path) -> io.StringIO:
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
         raise ConfigError("has aliases (*NAME), which no run writes")
     return io.StringIO(text)
+
+
+def refuse_cut(stored: Any) -> None:
+    """Refuse a config that a power loss or a full disk has cut.
+
+    Raises:
+        ConfigError: It lacks what the config of every run has.
+    """
+    if missing := [name for name in OF_RUNS if name not in (stored or ())]:
+        raise ConfigError(f"has no {', '.join(missing)}")
 
 
 def refuse_no_folder(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from trainer.checkpoint.compare import flat
+from trainer.checkpoint.compare import flat, plain
 from trainer.comm.nccl import NCCLOptions, in_words
 from trainer.comm.ranks import Ranks
 from trainer.config.build import build, build_options
@@ -92,12 +92,13 @@ def train(
         on_error: Called with the error of a failed run, before the clean-up.
         end_failed: Called then, if the device has failed, to end the process: torch aborts when it frees pinned memory.
     """
-    trainer = make_trainer(config, name, place, spec, argv=argv, on_error=on_error, end_failed=end_failed)
+    typed = plain(flat(redact(config)))
+    trainer = make_trainer(config, name, place, spec, argv=argv, typed=typed, on_error=on_error, end_failed=end_failed)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
     if trainer.world == 1 and not os.isatty(0):  # at a terminal somebody may be in a debugger
         stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path
         trainer.heartbeat.watch(STILL * trainer.options.timeout_s, lambda: None, stderr)
-    trainer.settings |= flat(redact(config)) | arithmetic()
+    trainer.settings |= typed | arithmetic()
     if trainer.rank == 0:
         trainer.on_accepted = lambda: save_config(redact(config), trainer.run_dir)
     if not trainer.ended:

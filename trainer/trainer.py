@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ class Trainer:
     on_error: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # called before a failed run's clean-up
     end_failed: Callable[[BaseException], Any] = staticmethod(lambda error: None)  # ends a process whose device failed
     reduce: Reduce | None = None  # the chain, where a callback has wrapped it
+    typed: Mapping[str, Any] = MappingProxyType({})  # settings of the command, which all ranks must share
     argv: Sequence[str] | None = None  # the arguments, for the command that goes on; None: made in Python
     attributes = 0  # of this object, when they were last compared
 
@@ -150,7 +152,7 @@ class Trainer:
                 options.precision, self.device, options.deterministic, self.ranks.each, options.master_weights
             )
             self.plan = Plan(
-                recipe, self.dry.callbacks, schedule or Constant(),
+                recipe, self.dry.callbacks, schedule or Constant(), settings=self.typed,
                 batch=batch, micro_batch=micro_batch, accumulate=accumulate, data=data or DataOptions(),
                 options=options.with_precision(self.precision.label), place=place, each=self.ranks.each, spec=spec,
             )  # fmt: skip

@@ -1,6 +1,5 @@
 """Samples for a transformers model: JSON lines, folders of Hugging Face's `datasets`, tar shards."""
 
-import glob
 import hashlib
 import json
 import os
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset
 from trainer.checkpoint.manifest import FILE
 from trainer.checkpoint.serialize import strict_json
 from trainer.errors import ConfigError, DataError, printable
+from trainer.files import matching
 
 ENDINGS = (".jsonl", ".json", ".ndjson")
 LIST_BYTES = 64 << 20
@@ -82,7 +82,7 @@ def open_data(key: str, source: str | list[str], split: str) -> Any:
     """
     patterns = [source] if isinstance(source, str) else source
     if all(pattern.endswith(ENDINGS) for pattern in patterns):
-        files = [Path(name) for pattern in patterns for name in sorted(glob.glob(pattern))]
+        files = [Path(name) for pattern in patterns for name in sorted(matching(pattern))]
         if not files:
             raise ConfigError(f"{key}={source}: no such file; give a path or a pattern, as 'data/train-*.jsonl'")
         if irregular := [file for file in files if not file.is_file()]:

@@ -248,3 +248,35 @@ def test_ranks_that_do_not_meet_name_their_address_in_one_line(rank, address, mo
     line = rf"^MASTER_ADDR={address} MASTER_PORT={port}: rank {rank} did not meet all 2 ranks within 1 s \(.+\); "
     with pytest.raises(UnavailableError, match=line):
         Ranks(Place(rank, 2, 0, 1, "", "torchrun"), "cpu", "gloo", 1.0)
+
+
+def test_a_program_that_takes_the_port_and_never_answers_is_no_hang(monkeypatch, capfd):
+    """torch would wait for its answer without a limit."""
+    monkeypatch.setattr("trainer.comm.ranks.START_S", 0.3)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        codes, address = [], f"MASTER_ADDR=127.0.0.1 MASTER_PORT={mute.getsockname()[1]}"
+        for setting in address.split():
+            monkeypatch.setenv(*setting.split("="))
+
+        def end(code: int) -> None:
+            codes.append(code)
+            mute.accept()[0].close()
+            mute.close()
+
+        monkeypatch.setattr(os, "_exit", end)
+        with pytest.raises(UnavailableError):
+            Ranks(Place(1, 2, 1, 2, "", "torchrun"), "cpu", "gloo", 0.1)
+    assert codes == [69]
+    assert capfd.readouterr().err.startswith(f"echelon: {address}: rank 1 did not meet all 2 ranks within 0.3 s (")
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(UnavailableError, match=r"EADDRINUSE.*; another program has this port; give a"):
+            Ranks(Place(0, 2, 0, 2, "", "torchrun"), "cpu", "gloo", 1.0)

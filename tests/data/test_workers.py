@@ -71,7 +71,8 @@ def test_too_few_processes_end_the_run_soon(tmp_path, most, sure):
     result = run(WORDS, tmp_path, [*CAPABLE, "prlimit", f"--nproc={most}", *MAIN], HOME=str(tmp_path))
     assert time.monotonic() - began < 50
     assert result.code in (1, 78)
-    named = f"ulimit -u={most}: too few processes and threads may run; raise this limit, or give fewer" in result.err
+    limit = f"ulimit -u={most}, or pids.max of the control group"
+    named = f"{limit}: too few processes and threads may run; raise this limit, or give fewer" in result.err
     one_line = named and result.err.count("\n") == 1
     assert one_line or (not sure and "can't start new thread" in result.err), result.err
 

@@ -210,4 +210,5 @@ def test_too_few_processes_for_the_ranks_are_one_line_and_no_restart(tmp_path, m
     words = [*user, "--ambient-caps=+dac_override", "prlimit", f"--nproc={most}", *MAIN]
     result = run([*TOY, "~callbacks.tensorboard", "trainer.devices=3"], tmp_path, words, HOME=str(tmp_path))
     assert (result.code, result.err.count("\n")) == (1, 1)
-    assert result.err.startswith(f"echelon: ulimit -u={most}: too few processes and threads may run; raise ")
+    limit = f"ulimit -u={most}, or pids.max of the control group"
+    assert result.err.startswith(f"echelon: {limit}: too few processes and threads may run; raise ")

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -23,6 +24,7 @@ from trainer.callbacks.overlap.callback import Overlap
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.errors import ConfigError
 from trainer.parallel.ddp import DDP
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
@@ -229,3 +231,28 @@ def test_also_in_a_process_that_has_not_loaded_what_ddp_loads(tmp_path):
     command = [sys.executable, "-c", ALONE, str(tmp_path / "store")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_variable_with_which_torch_crashes_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with pytest.raises(ConfigError, match=r"^TORCH_DISTRIBUTED_DEBUG=DETAIL: torch crashes with it on gloo; give "):
+            DDP(nn.Linear(1, 1), 0, 2, CPU, {}, None, lambda: 0)
+    finally:
+        dist.set_debug_level(before)
+
+
+@pytest.mark.slow
+def test_torch_still_crashes_with_it(tmp_path):
+    """Else `refuse_debug` is no longer needed."""
+    bare = (
+        "import sys, torch; torch.distributed.init_process_group('gloo', init_method='file://' + sys.argv[1], rank=0, "
+    )
+    bare += "world_size=1); torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))"
+    env = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, "-c", bare, str(tmp_path / "store")], env=env, capture_output=True, timeout=60
+    )
+    assert done.returncode == -signal.SIGSEGV

@@ -20,7 +20,7 @@ import pytest
 from support.cli import MAIN, PYTHONPATH, QUICK, TOY, Result, environment, lines, popen, run, weights
 from support.faults import free_port
 
-from trainer.process.signals import StartupSignals, StopSignals
+from trainer.process.signals import StartupSignals, StopSignals, undo_inherited
 
 RUN = [*TOY, *QUICK, "+callbacks=[probe]", "trainer.checkpoint.every_steps=null", "trainer.run_dir=runs/r"]
 
@@ -88,6 +88,46 @@ def test_sighup_is_heeded_but_under_nohup():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_what_a_parent_has_blocked_or_ignored_is_undone():
+    """With SIGCHLD ignored, the exit code of a program would be lost, and it would pass for 0."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    child = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert subprocess.run(["false"]).returncode == 0
+        undo_inherited()
+        with StopSignals() as heeded:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            deadline = time.monotonic() + 60
+            while not heeded.name and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert heeded.name == "SIGUSR1" and subprocess.run(["false"]).returncode == 1
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGCHLD, child)
+
+
+DAEMON = """import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"""
+
+
+@pytest.mark.slow
+def test_the_child_of_a_daemon_that_blocks_all_signals_stops_at_sigterm(tmp_path):
+    words = [sys.executable, "-c", DAEMON, "-m", "trainer.main"]
+    process = popen([*RUN, "callbacks.probe.step_s=0.2", "trainer.max_steps=200"], tmp_path, words)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "runs" / "r" / "metrics.jsonl").exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 75, err
+    assert steps(tmp_path) < 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR, signal.SIGIO])

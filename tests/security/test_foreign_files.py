@@ -237,6 +237,13 @@ def test_a_lock_of_others_is_refused(key: str) -> None:
     assert (place / ".lock").read_text() == "precious"
 
 
+def test_a_lock_that_a_power_loss_has_filled_with_zeros_is_ours() -> None:
+    for place in (Path("runs/r"), Path("ckpt/r")):
+        place.mkdir(parents=True)
+        (place / ".lock").write_bytes(bytes(19))
+    Claim(Path("ckpt/r"), Path("runs/r")).close()
+
+
 def test_last_pt_of_others_stays() -> None:
     """A checkpoint of another trainer, say."""
     from trainer.checkpoint.commit import link

@@ -139,6 +139,11 @@ def no_run(cwd: Path) -> None:
     shutil.rmtree(cwd / "runs/r")
 
 
+def cut(cwd: Path) -> None:
+    """As a power loss does."""
+    (cwd / "runs/r/config.yaml").write_text("")
+
+
 def a_file(cwd: Path) -> None:
     (cwd / "out").write_text("")
 
@@ -157,6 +162,11 @@ def a_file(cwd: Path) -> None:
             r"CHECKPOINT=ckpt/last.pt: the data has changed since the training \(was \w{12}, is \w{12}\);",
         ),
         (no_export, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: Toy has no method `export`"),
+        (
+            cut,
+            "ckpt/last.pt",
+            r".*/config.yaml can't be read \(has no recipe, callbacks, .*; restore",
+        ),
         (no_run, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: its run's runs/r/config.yaml is not here"),
         (a_file, "ckpt/last.pt", "FOLDER=out: can't be written: File exists; give another folder"),
     ],

@@ -133,6 +133,10 @@ def test_keys_are_checked(here):
         (None, "RUN=runs/r: has no config.yaml; give the folder of a run"),
         ("a: [", "RUN=runs/r: config.yaml can't be read (while parsing"),
         ("- 1", "RUN=runs/r: config.yaml can't be read ("),
+        (
+            "recipe: {a: 1}\ncallbacks: {}\noptimizer: {}\n",
+            "config.yaml can't be read (has no schedule, trainer, data);",
+        ),
     ],
 )
 def test_a_folder_that_is_no_run(tmp_path, monkeypatch, content, told):

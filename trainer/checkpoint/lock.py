@@ -87,8 +87,14 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a file that is no lock has its name. A link is not opened by `lock`, and stays."""
-    return path.is_file() and not path.is_symlink() and path.stat().st_size > 0 and not is_lock(path)
+    """Return whether a file that is no lock has its name. A link is not opened by `lock`, and stays.
+
+    After a power loss, a file may have its length and no content but zero bytes.
+    """
+    if not path.is_file() or path.is_symlink():
+        return False
+    with path.open("rb") as file:
+        return bool(file.read(300).strip(b"\0")) and not is_lock(path)
 
 
 def is_lock(path: Path) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from trainer.comm import nccl
 from trainer.comm.device import count_gpus, pick_backend, pick_device
 from trainer.comm.phases import Phase, during
-from trainer.errors import ConfigError, UnavailableError
+from trainer.errors import UNAVAILABLE, ConfigError, UnavailableError
 from trainer.process.environment import Place
+from trainer.timeouts import START_S, STILL
 
 LENGTH, BLOCK = 8, 1024  # bytes: of the length of a gathered value, and of the first collective of a gathering
 RING = 32  # up to so many ranks, gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
@@ -212,18 +214,39 @@ def refuse_alone(place: Place) -> None:
 
 @contextmanager
 def meeting(place: Place, timeout_s: float) -> Iterator[None]:
-    """Raise UnavailableError if the ranks of a launcher don't meet at its address."""
+    """Raise UnavailableError if the ranks of a launcher don't meet at its address.
+
+    Another program may listen there. torch waits for its answer without a limit, so the process is then ended.
+    """
+    limit_s = max(STILL * timeout_s, START_S)
+    silent = threading.Timer(limit_s, end_unmet, (place, limit_s))
+    silent.daemon = True
+    if not place.store:
+        silent.start()
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if place.store:
             raise
-        address = " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise UnavailableError(
-            f"{address}: rank {place.rank} did not meet all {place.world} ranks within {timeout_s:g} s ({reason}); "
-            "start all of them, and let each reach this address"
-        ) from error
+        raise UnavailableError(unmet(place, timeout_s, str(error).partition("\n")[0].rstrip("."))) from error
+    finally:
+        silent.cancel()
+
+
+def unmet(place: Place, seconds: float, reason: str) -> str:
+    """Return the line about ranks that did not meet."""
+    address = " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+    taken = "another program has this port; give a free MASTER_PORT to all of them"
+    way_out = taken if "EADDRINUSE" in reason else "start all of them, and let each reach this address"
+    what = f"rank {place.rank} did not meet all {place.world} ranks within {seconds:g} s ({reason})"
+    return f"{address}: {what}; {way_out}"
+
+
+def end_unmet(place: Place, seconds: float) -> None:
+    """End this process, whose main thread waits for an answer that never comes."""
+    text = unmet(place, seconds, "no rank 0 answers; another program may listen there")
+    os.write(2, f"echelon: {text}\n".encode())
+    os._exit(UNAVAILABLE)
 
 
 def meeting_place(place: Place) -> dist.Store | None:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from trainer.process.exit import die_with_parent, exit_process, run_guarded
-from trainer.process.signals import STOP, StartupSignals
+from trainer.process.signals import STOP, StartupSignals, undo_inherited
 from trainer.process.stdio import tolerate_closed_pipes
 
 # The rank's own code, and modules of DDP and torch's optimizers. In each rank, loading them would take a second.
@@ -107,8 +107,7 @@ class ForkServer:
     """
 
     def __init__(self, argv: list[str], env: dict[str, str], module: str = WORKER) -> None:
-        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # inherited; exit codes would be lost
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        undo_inherited()
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-c", START, str(theirs.fileno()), module, *argv]
         path = "\n".join([str(Path(__file__).parents[2]), *sys.path])

@@ -17,6 +17,7 @@ from trainer.checkpoint.serialize import optimizer_state
 from trainer.comm.bucket import Bucket
 from trainer.comm.phases import begin_backward
 from trainer.comm.reduce import Background, Reduce
+from trainer.errors import ConfigError
 from trainer.parallel.batch_norm import refuse_no_items
 from trainer.parallel.meta import refuse_meta
 from trainer.parallel.sparse import sparse_weights
@@ -50,6 +51,7 @@ class DDP:
         step: Callable[[], int],
     ) -> None:
         refuse_meta(module)
+        refuse_debug()
         self.model = self.module = module
         self.device, self.arguments = device, arguments
         self.data_rank, self.data_world, self.replicas = rank, world, dist.group.WORLD
@@ -156,3 +158,16 @@ class DDP:
         done = self.background.submit(self.reduce, bucket.buffer(), Bucket.of(bucket.parameters(), self.step()))
         # DDP takes an exception that a future holds for its value, but raises one from a `then`.
         return done.then(lambda done: done.value())
+
+
+def refuse_debug() -> None:
+    """Refuse a variable of torch's with which DistributedDataParallel dies on gloo, by a segmentation fault (2.13).
+
+    Raises:
+        ConfigError: TORCH_DISTRIBUTED_DEBUG is DETAIL.
+    """
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
+        raise ConfigError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch crashes with it on gloo; give INFO, or unset it (Echelon itself "
+            "names a rank whose last collective differs)"
+        )

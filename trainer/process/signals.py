@@ -29,6 +29,13 @@ STOP = ASKED + WARNINGS
 EARLY = "stopped before the first step"
 
 
+def undo_inherited() -> None:
+    """Let signals arrive that a parent has blocked, and exit codes that it has asked the system to forget (SIGCHLD)."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP, signal.SIGCHLD})
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def ignore(*_: object) -> None:
     """Do nothing in the main thread: the listener has read the signal from the wakeup descriptor."""
 

@@ -30,7 +30,7 @@ from trainer.plan import refuse_other_manifests, short
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.redact import redacted_keys
-from trainer.run_dir import find_checkpoint, is_run, make_writable, stored_config
+from trainer.run_dir import find_checkpoint, is_run, make_writable, refuse_cut, stored_config
 from trainer.session import build_components
 
 # An export trains nothing, so the optimizer and the schedule of the run's config are neither checked nor built.
@@ -150,7 +150,7 @@ def average_of(state: Any) -> Any:
 def read_config(file: Path, changes: list[str], key: str, instead: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a run, with some values replaced: `instead` of its own first, then `changes`."""
     try:
-        found = OmegaConf.load(stored_config(file))
+        refuse_cut(found := OmegaConf.load(stored_config(file)))
         settings: Any = OmegaConf.to_container(OmegaConf.merge(found, instead, OmegaConf.from_dotlist(changes)))
         hidden = redacted_keys(settings)
     except Exception as error:  # YAML's or OmegaConf's

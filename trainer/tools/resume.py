@@ -13,7 +13,7 @@ from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit
 from trainer.process.arguments import ArgumentParser
-from trainer.run_dir import is_run, refuse_unreadable, stored_config
+from trainer.run_dir import is_run, refuse_cut, refuse_unreadable, stored_config
 
 WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all keys
 
@@ -100,7 +100,7 @@ def read(folder: Path) -> Any:
     if not file.exists():
         raise ConfigError(f"{key}: has no config.yaml; give the folder of a run, as in runs/NAME")
     try:
-        stored = OmegaConf.load(stored_config(file))
+        refuse_cut(stored := OmegaConf.load(stored_config(file)))
         return OmegaConf.merge(stored, {"trainer": {"run_dir": str(folder), "resume": "auto"}})
     except Exception as error:  # YAML's or OmegaConf's
         reason = printable(str(error).partition("\n")[0])

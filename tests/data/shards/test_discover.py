@@ -39,6 +39,14 @@ def test_find_shards(tmp_path: Path) -> None:
             find_shards(f"{tmp_path}/{bad}")
 
 
+def test_a_folder_may_be_called_like_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "[2024] a*").mkdir()
+    (shard := folder / "train-0.tar").touch()
+    assert find_shards(f"{folder}/train-*.tar") == [shard]
+    monkeypatch.chdir(tmp_path)
+    assert find_shards("[2024] a*/**/train-?.tar") == [shard.relative_to(tmp_path)]
+
+
 @pytest.mark.parametrize(
     "name",
     ["ftp://127.0.0.1/a.tar", "gopen:a.tar", "data:;base64,AAAA"],

@@ -1,7 +1,6 @@
 """Finds the shards that a recipe names: files, patterns, URLs of a few schemes, and programs if they are allowed."""
 
 import contextlib
-import glob
 import itertools
 import os
 import re
@@ -16,6 +15,7 @@ from trainer.data.remote.decompress import LONGEST_START, is_packed, starts_pack
 from trainer.data.remote.download import SCHEMES, shown, words_of
 from trainer.data.remote.shard import Remote
 from trainer.errors import ConfigError, DataError
+from trainer.files import matching
 from trainer.redact import redact_urls
 
 MOST = 1_000_000  # names that one pattern may mean
@@ -137,7 +137,7 @@ def refuse_program(name: str, allowed: bool) -> None:
 
 
 def _files(name: str, of: str) -> list[str]:
-    found = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
+    found = [name] if os.path.isfile(name) else matching(name)
     found = [file for file in found if os.path.isfile(file) and not file.endswith(".idx")]
     named = redact_urls(f"{name}{of}")
     if not found and re.match(r"[A-Za-z][\w+.-]*:", name):
