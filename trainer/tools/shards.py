@@ -26,7 +26,7 @@ from trainer.files import is_hidden, special
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 
-DOTTED = re.compile(r"(.*\.)?\d[^.]*\.|.*\s")  # an extension that is the rest of a time, a date, a version or a sentence
+DOTTED = re.compile(r"(.*\.)?\d[^.]*\.|.*\s")  # an extension that is the rest of a time, a date or a version
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:
