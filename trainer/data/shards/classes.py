@@ -40,7 +40,8 @@ def with_classes(found: Mapping[str, Mapping[str, Path]], folder: Path) -> Itera
         found: The files of each sample by key and extension.
 
     Raises:
-        DataError: A sample is in no folder, or in that of no class. Or it has a `cls` of its own, or no file of one dot.
+        DataError: A sample is in no folder, or in that of no class. Or it has a `cls` of its own, or no file whose name
+            has one dot.
     """
     file = folder / CLASSES
     own = sorted({key.partition("/")[0] for key in found if "/" in key})
