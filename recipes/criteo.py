@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from recipes.cache import build_once, digest, root
 from trainer.data.shards.parquet import of_rows
 from trainer.errors import ConfigError, DataError, UnavailableError, printable
+from trainer.files import is_hidden
 from trainer.log import log
 
 FORMAT = 1  # of the cache; part of the hash
@@ -81,7 +82,7 @@ def files(source: str | list[str], key: str) -> list[Path]:
     for each in [source] if isinstance(source, str) else source:
         path = Path(each).expanduser()
         own = list(path.iterdir() if path.is_dir() else path.parent.glob(path.name))
-        own = sorted((file for file in own if file.is_file() and not file.name.startswith(".")), key=natural)
+        own = sorted((file for file in own if file.is_file() and not is_hidden(file.name)), key=natural)
         if not own:
             raise ConfigError(f"{key}={each}: there is no such file; give files in Criteo's format, or tar shards")
         found += own

@@ -23,6 +23,8 @@ from torch.utils.data import Dataset
 
 from trainer.data.shards.decoders import decode, undecodable
 from trainer.errors import ConfigError
+from trainer.files import is_hidden
+from trainer.log import log
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,7 +36,7 @@ TRIES = 10  # for a random crop that fits into the image
 
 
 class ImageFolder(Dataset[dict[str, Any]]):
-    """The images of `root/CLASS/`, at any depth, in the order of their names.
+    """The images of `root/CLASS/`, at any depth, in the order of their names, without hidden ones.
 
     Args:
         root: The folder.
@@ -50,7 +52,10 @@ class ImageFolder(Dataset[dict[str, Any]]):
         self, root: Path, classes: list[str] | None = None, key: str = "recipe.train", labelled: bool = True
     ) -> None:
         self.root = root
-        found = sorted(p for p in root.rglob("*") if p.suffix[1:].lower() in EXTENSIONS and p.is_file())
+        images = sorted(p for p in root.rglob("*") if p.suffix[1:].lower() in EXTENSIONS and p.is_file())
+        found = [path for path in images if not is_hidden(path.relative_to(root).as_posix())]
+        if len(images) > len(found):
+            log.info("%s=%s: %d hidden images are left out", key, root, len(images) - len(found))
         self.files = [path.relative_to(root).as_posix() for path in found]
         folders = sorted({name.partition("/")[0] for name in self.files if "/" in name})
         outside = [name for name in self.files if "/" not in name]

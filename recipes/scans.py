@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from trainer.data.shards.decoders import undecodable
 from trainer.errors import EXIT_CODES, ConfigError, DataError
+from trainer.files import is_hidden
 
 NIFTI = (".nii.gz", ".nii")
 INSTALL = "pip install 'monai>=1.5,<2' 'nibabel>=5,<6'"
@@ -180,8 +181,9 @@ class ScanFolder(Dataset[Sample]):
         self, root: Path, dimensions: int, classes: int, key: str, inputs: int = 1, labelled: bool = True
     ) -> None:
         self.dimensions, self.classes, self.inputs = dimensions, classes, inputs
-        nifti = [path for path in sorted((root / "images").glob("*")) if path.name.endswith(NIFTI)]
-        self.files = nifti or sorted(root.glob("*.npz"))
+        scans = [path for path in sorted([*root.glob("images/*"), *root.glob("*.npz")]) if not is_hidden(path.name)]
+        nifti = [path for path in scans if path.parent != root and path.name.endswith(NIFTI)]
+        self.files = nifti or [path for path in scans if path.parent == root]
         if not self.files:
             raise ConfigError(f"{key}={root}: has no images/NAME.nii.gz and no NAME.npz; give a folder that has")
         self.labels = [root / "labels" / path.name for path in nifti if labelled or (root / "labels").is_dir()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.errors import ConfigError
+from trainer.files import is_hidden
 from trainer.log import log
 
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}  # in the standard library
@@ -72,9 +73,9 @@ class Source:
             if standard_library:
                 folders[:] = [f for f in folders if f not in NOT_TEXT]
                 names = [n for n in names if n.endswith(".py")]
-            self.hidden += sum(name.startswith(".") for name in folders + names)
-            folders[:] = sorted(f for f in folders if not f.startswith("."))
-            yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+            self.hidden += sum(map(is_hidden, folders + names))
+            folders[:] = sorted(f for f in folders if not is_hidden(f))
+            yield from (Path(folder, name) for name in sorted(names) if not is_hidden(name))
 
     def documents(self) -> Iterator[Document]:
         """Yield every document that is not blank, the same ones each time."""

@@ -5,6 +5,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 from support.cli import lines, toy
+from support.configs import toy_config
 from toy_recipe import Toy
 
 from trainer.checkpoint.compare import differences
@@ -12,7 +13,7 @@ from trainer.comm.nccl import NCCLOptions
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
-from trainer.session import OF_RECIPE, arithmetic, build_or_own, describe, save_config
+from trainer.session import OF_RECIPE, arithmetic, build_components, build_or_own, describe, save_config
 from trainer.trainer import Trainer
 
 PROBE = ["+callbacks=[probe]", "trainer.run_dir=runs/r", "callbacks.probe.step=3"]
@@ -38,6 +39,22 @@ def test_other_threads_are_told_by_a_resume(tmp_path):
     more = ["trainer.run_dir=runs/r", "trainer.max_steps=4", "trainer.resume=auto"]
     resumed = toy(more, tmp_path, OMP_NUM_THREADS="2")
     assert resumed.code == 0 and "resume: machine.threads was 1 and is 2\n" in resumed.out, resumed.err + resumed.out
+
+
+def test_a_constructor_that_splits_at_random_cuts_alike_on_all_ranks_and_after_a_resume(tmp_path, monkeypatch):
+    """As sklearn's train_test_split without a random_state: ranks trained on samples of each other's validation."""
+    module = "import random, numpy, torch\nclass Split:\n    def __init__(self):\n        self.drawn = "
+    (tmp_path / "split_at_random.py").write_text(
+        module + "(random.random(), numpy.random.rand(), torch.rand(1).item())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = toy_config()
+    config["recipe"] = {"_target_": "split_at_random.Split"}
+    config["trainer"]["allow_targets"] = ["split_at_random"]
+    drawn = [
+        build_components(config | {"trainer": config["trainer"] | {"seed": seed}})["recipe"].drawn for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] and not set(drawn[0]) & set(drawn[2])
 
 
 def test_gpus_that_srun_hides_from_each_other_are_told_of(tmp_path, monkeypatch, capsys):

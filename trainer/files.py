@@ -22,6 +22,7 @@ from trainer.log import log
 MOST = 1 << 20  # bytes of a file that are kept in memory
 CHUNK = 4 << 20  # bytes that are hashed at once
 
+OF_SYSTEMS = {"__MACOSX", "Thumbs.db", "desktop.ini"}  # what macOS and Windows put into folders of data
 TEMPORARY = re.compile(r"\.echelon-[0-9a-f]{16}\.tmp")
 
 
@@ -199,6 +200,11 @@ def matching(pattern: str) -> list[str]:
     folder = pattern[: max(folders, default=0)]
     literal = glob.escape(folder) + pattern[len(folder) :]
     return glob.glob(pattern, recursive=True) or glob.glob(literal, recursive=True)
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a path inside of a folder of data is hidden, or is one that a system has put there."""
+    return any(part.startswith(".") or part in OF_SYSTEMS for part in name.split("/"))
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -229,6 +229,8 @@ class Plan:
             found = path and [str(path), verify(path, hashes=False)["sha256"]]
         found = each(found)[0]
         if found is None:
+            if options.run_dir and rank == 0:
+                locate.refuse_renamed(Path(options.run_dir), root)
             log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
         return found
 

@@ -141,7 +141,7 @@ def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> st
     folder = Path(given)
     try:
         own = _same(resumed.parent, root / folder.name)
-        own = own or (is_run(folder) and (folder / CHECKPOINTED).read_text() == str(resumed.parent))
+        own = own or (is_run(folder) and _same(locate.noted_in(folder) or folder, resumed.parent))
     except (OSError, ValueError):  # a name that no file can have
         own = False
     if own:
@@ -170,7 +170,7 @@ def find_checkpoint(given: str, key: str) -> Path:
     refuse_remote(key.partition("=")[0], given)
     path = Path(given)
     try:
-        saved = Path((path / CHECKPOINTED).read_text()) if (path / CHECKPOINTED).is_file() else path
+        saved = locate.noted_in(path) or path
         newest = locate.newest(saved, reads=True) if locate.checkpoints(saved, reads=True) else None
     except Damaged as error:
         raise ConfigError(f"{key}: {error}; give another checkpoint") from None

@@ -30,6 +30,7 @@ from trainer.plan import RunSpec
 from trainer.process.environment import Place
 from trainer.process.exit import end_at_once
 from trainer.redact import redact, remember
+from trainer.rng import RECIPE_DATA, mix, seed_all
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 from trainer.training_state import model_identity
@@ -49,6 +50,8 @@ def build_components(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIE
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
     groups, optimizer = split_groups(config["optimizer"])
+    # A constructor that splits data at random cuts at the same places on all ranks, and after a resume.
+    seed_all(mix(options.seed, RECIPE_DATA))
     recipe = build("recipe", config["recipe"], allow)
     return {
         "recipe": recipe,

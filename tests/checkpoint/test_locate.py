@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import hidden, put, steps
 
-from trainer.checkpoint.locate import checkpoints, newest, resolve
+from trainer.checkpoint.locate import checkpoints, newest, note, noted_in, refuse_renamed, resolve
 from trainer.checkpoint.manifest import Damaged
 from trainer.errors import ConfigError
 
@@ -111,6 +111,29 @@ def test_the_run_of_a_folder_has_its_checkpoints_elsewhere(run: Path, tmp_path: 
         resolve(str(folder), Path("unused"), None)
     put(run, 1)
     assert resolve(str(folder), Path("unused"), None) == run / "step-00000001"
+
+
+def test_a_run_finds_its_checkpoints_where_it_was_moved_or_copied_to(tmp_path: Path, monkeypatch) -> None:
+    """A note with the absolute path alone sent the tools of a copy to the checkpoints of the original."""
+    project = tmp_path / "one"
+    for folder in ("runs/a", "ckpt/a"):
+        (project / folder).mkdir(parents=True)
+    put(project / "ckpt" / "a", 1)
+    (project / "runs" / "a" / "checkpointed").write_text(note(project / "runs" / "a", project / "ckpt" / "a"))
+    shutil.copytree(project, copy := tmp_path / "two")
+    assert noted_in(copy / "runs" / "a") == copy / "ckpt" / "a"
+    shutil.move(copy / "runs" / "a", away := tmp_path / "archive")
+    assert noted_in(away) == project / "ckpt" / "a"
+    monkeypatch.chdir(project)
+    refuse_renamed(Path("runs/a"), Path("ckpt"))
+    os.rename("runs/a", "runs/final")
+    with pytest.raises(
+        ConfigError, match=r"^trainer.run_dir=runs/final: its checkpoints are in ckpt/a, so the folder was renamed; "
+        "rename it to runs/a, or the checkpoints to ckpt/final$",
+    ):  # fmt: skip
+        refuse_renamed(Path("runs/final"), Path("ckpt"))
+    os.rename("ckpt/a", "ckpt/final")
+    refuse_renamed(Path("runs/final"), Path("ckpt"))
 
 
 OLDER = r"; trainer\.resume=.*/run/step-00000001 is valid, or trainer\.resume=auto"

@@ -150,6 +150,10 @@ def test_hydra_composes_a_run_once_unless_its_mode_may_be_set(
         ("trainer.max_steps", "has no value; write trainer.max_steps=VALUE, without spaces around ="),
         ("--config-path", "would replace Echelon's configs; --config-dir FOLDER adds yours"),
         ("--package", "only chooses what --cfg prints"),
+        ("hydra.run.dir=outputs/a", "changes nothing here; give trainer.run_dir=FOLDER"),
+        ("hydra.sweep.dir=multirun/a", "changes nothing here; give trainer.run_dir=FOLDER, with -m as in 'trainer.run"),
+        ("hydra.job.chdir=true", "changes nothing here; go to the folder before the command"),
+        ("hydra.verbose=true", "changes nothing here"),
     ],
 )
 def test_a_word_that_would_do_something_else_is_refused(word: str, told: str, composed) -> None:
@@ -199,6 +203,28 @@ def test_a_pipe_among_yaml_files_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "recipe" / "mine.yaml")
     with pytest.raises(ConfigError, match=r"--config-dir .*mine.yaml is no file; put a YAML file there"):
         config_dirs(["--config-dir", str(tmp_path)])
+
+
+def test_a_folder_of_hydras_in_a_file_is_refused_before_it_is_made(tmp_path, monkeypatch, composed):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe").mkdir()
+    Path("recipe/mine.yaml").write_text("# @package _global_\ndefaults: [bert_tiny]\nhydra: {run: {dir: out}}\n")
+    with pytest.raises(ConfigError, match=r"^hydra.run.dir=out: changes nothing here; give trainer.run_dir=FOLDER"):
+        compose(["--config-dir", ".", "recipe=mine"], [CONF, Path()])
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "fix"), [("optimizer/adamw.yaml", "rename it"), ("config.yaml", "move its keys to recipe/NAME.yaml")]
+)
+def test_a_file_that_echelons_own_would_hide_is_refused(tmp_path, file, fix):
+    """Hydra reads its first folder's: the user's rate was dropped without a word."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes((CONF / file).read_bytes())
+    assert config_dirs([f"--config-dir={tmp_path}"]) == [tmp_path]  # a copy has the same values
+    (tmp_path / file).write_text("lr: 0.5\n")
+    with pytest.raises(ConfigError, match=rf"{file} has the name of Echelon's own, which hides it; {fix}$"):
+        config_dirs([f"--config-dir={tmp_path}"])
 
 
 def test_the_arguments_that_loggers_store_have_no_secrets(monkeypatch):

@@ -102,6 +102,17 @@ def test_of_echelons_own_code_a_config_names_only_what_conf_names(monkeypatch) -
             locate("recipe._target_", target, LIBRARIES)
 
 
+def test_a_recipe_of_another_folder_is_named_with_what_lets_it_be_found(monkeypatch, tmp_path) -> None:
+    """As where the command is given in the folder above."""
+    (tmp_path / "my_spam.py").write_text("class Spam: pass\n")
+    with pytest.raises(ConfigError, match=r"^x=my_spam\.Spam: No module named 'my_spam'; go to the folder that has"):
+        locate("x", "my_spam.Spam", ("my_spam",))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"name an importable class or function$"):
+        locate("x", "my_spam.deep.Spam", ("my_spam",))
+    assert locate("x", "my_spam.Spam", ("my_spam",)).__name__ == "Spam"
+
+
 def test_names_are_imported_by_locate_alone() -> None:
     """Other calls import what the code names: a literal, a module of its own list."""
     known = {

@@ -328,6 +328,8 @@ def test_micro_batches_ahead_may_be_more_than_the_usual_limit_of_open_files():
         (UserDict(a=torch.zeros(6)), 6),
         ([(torch.zeros(5),), torch.zeros(2)], 5),
         (pack_sequence([torch.zeros(4, 2), torch.zeros(1, 2)]), 2),
+        (default_collate([{"file": f"{i}.jpg", "x": torch.zeros(7, 2)} for i in range(3)]), 3),
+        (default_collate([(f"{i}.jpg", torch.zeros(7, 2)) for i in range(3)]), 3),
     ],
 )
 def test_samples_are_counted_by_the_first_tensor(batch, samples):
@@ -365,7 +367,7 @@ def test_collated_tensors_have_a_row_for_each_sample(batch):
     assert count_samples(batch) == 4
 
 
-@pytest.mark.parametrize("batch", ["text", [], {"a": "text"}])
+@pytest.mark.parametrize("batch", ["text", [], {"a": "text"}, ("of a data set", torch.zeros(5), torch.zeros(5))])
 def test_a_batch_without_tensors_needs_a_weight(batch):
     with pytest.raises(DataError, match=r"has no tensor to count samples by; let transform\(\) or collate\(\) make"):
         count_samples(batch)

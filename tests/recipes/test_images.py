@@ -147,6 +147,10 @@ def test_a_folder_with_a_folder_per_class(photos):
     other = ImageFolder(photos, ["dog", "bird", "cat"])
     assert other.labels.tolist() == [2, 0, 0]
     assert len({found.fingerprint, other.fingerprint}) == 2
+    for hidden in ("__MACOSX/cat/._2.jpeg", ".ipynb_checkpoints/2.jpeg", "cat/.ipynb_checkpoints/2-checkpoint.jpeg"):
+        (photos / hidden).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(photos / "cat" / "2.jpeg", photos / hidden)
+    assert ImageFolder(photos).fingerprint == found.fingerprint
     shutil.copy(photos / "cat" / "2.jpeg", photos / "cat" / "3.jpeg")
     assert ImageFolder(photos).fingerprint != found.fingerprint
 

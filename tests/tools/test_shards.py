@@ -108,6 +108,30 @@ def test_members_that_nobody_could_read_are_refused(tmp_path, extension):
     assert not list((tmp_path / "own").iterdir())
 
 
+@pytest.mark.parametrize(
+    "name", ["WhatsApp Image 2023-01-05 at 10.15.30.jpeg", "IMG.2023.jpg", "v.final.2.jpg", "a.b c.jpg"]
+)
+def test_a_name_of_which_the_key_is_a_part_is_refused(tmp_path, name):
+    """Twelve photos of one hour became two samples, whose members no decoder knows."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / name).write_text("1")
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: a key ends at the first dot, so this is .*; rename it "):
+        pack(tmp_path / "files", tmp_path / "out", "train", 1, classes=False)
+
+
+def test_what_systems_put_into_a_folder_is_no_sample(tmp_path, capsys):
+    """As in a zip from a Mac, which Windows and Jupyter have opened."""
+    ours = ["__MACOSX/a/._1.jpg", ".DS_Store", "a/Thumbs.db", "desktop.ini", "a/.ipynb_checkpoints/1-checkpoint.jpg"]
+    for name in ["a/1.jpg", "b/1.jpg", *ours]:
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_text(name)
+    pack(tmp_path / "files", tmp_path / "out", "train", 9, classes=True)
+    assert {name for name in read(tmp_path / "out")["train-000000.tar"] if "jpg" in name} == {"a/1.jpg", "b/1.jpg"}
+    assert json.loads((tmp_path / "out" / "classes.json").read_text()) == ["a", "b"]
+    said = capsys.readouterr().err
+    assert all(f"left out, since it is hidden, or a system's own: {tmp_path}/files/{name}\n" in said for name in ours)
+
+
 def test_a_folder_per_class_gives_each_sample_its_class(tmp_path):
     """In an order that mixes the classes. Images stay the bytes they are. A second split keeps the numbers."""
     for split, images in (("train", 20), ("val", 3)):

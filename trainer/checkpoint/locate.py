@@ -12,7 +12,7 @@ from trainer.log import log
 
 LAST = "last.pt"
 BEST = "best.pt"
-CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the path of its checkpoints
+CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the paths of its checkpoints: see `noted_in`
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -99,11 +99,39 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
 
 def _checkpoints_of(key: str, folder: Path, reads: bool) -> Path:
     """Return where a run has its checkpoints, for the run's own folder; any other path as it is."""
-    if not (noted := folder / CHECKPOINTED).is_file():
+    if (saved := noted_in(folder)) is None:
         return folder
-    if not checkpoints(saved := Path(noted.read_text(errors="replace")), reads):
+    if not checkpoints(saved, reads):
         raise ConfigError(f"{key}: the run's checkpoints were in {saved}, where there are none; give a checkpoint")
     return saved
+
+
+def note(run_dir: Path, saved: Path) -> str:
+    """Return what a run's own folder notes about its checkpoints: the path from that folder, and the absolute one.
+
+    The first holds if the project is moved or copied, the second if the run's folder alone is moved.
+    """
+    saved = saved.resolve()
+    return f"{os.path.relpath(saved, run_dir.resolve())}\n{saved}"
+
+
+def noted_in(run_dir: Path) -> Path | None:
+    """Return where a run has its checkpoints, by the note in the run's own folder; None if there is no note."""
+    if not (file := run_dir / CHECKPOINTED).is_file():
+        return None
+    lines = file.read_text(errors="replace").splitlines() or [""]
+    places = [Path(os.path.realpath(run_dir / line)) for line in lines]
+    return next((place for place in places if checkpoints(place, reads=True)), places[-1])
+
+
+def refuse_renamed(run_dir: Path, root: Path) -> None:
+    """Raise ConfigError if the run in this folder has its checkpoints under another name."""
+    saved = noted_in(run_dir)
+    if saved and saved.name != run_dir.name and checkpoints(saved, reads=True):
+        raise ConfigError(
+            f"trainer.run_dir={run_dir}: its checkpoints are in {os.path.relpath(saved)}, so the folder was renamed; "
+            f"rename it to {run_dir.with_name(saved.name)}, or the checkpoints to {root / run_dir.name}"
+        )
 
 
 def step_of(checkpoint: Path) -> int:

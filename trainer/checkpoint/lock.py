@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.checkpoint.commit import begin, make
 from trainer.checkpoint.fence import ATTEMPT
-from trainer.checkpoint.locate import CHECKPOINTED
+from trainer.checkpoint.locate import CHECKPOINTED, note
 from trainer.errors import ConfigError
 from trainer.files import sweep_temporary, write_whole
 from trainer.log import log
@@ -44,9 +44,9 @@ class Claim:
             refused.pop_all()
 
     def mark(self) -> None:
-        """Write the path of the checkpoints into the run's own folder."""
+        """Write the paths of the checkpoints into the run's own folder."""
         if self.run_dir is not None:
-            text, file = str(self.folder.resolve()), self.run_dir / CHECKPOINTED
+            text, file = note(self.run_dir, self.folder), self.run_dir / CHECKPOINTED
             if not file.exists() or file.read_text() != text:
                 write_whole(file, text.encode())
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.annotated import as_yaml
 from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
@@ -23,6 +24,16 @@ from trainer.redact import redact_argument, remove_if_secret
 
 PRIMARY = CONF / "config.yaml"
 NAME = 120  # characters of a run's name, at most
+IN_RUN_DIR = "give trainer.run_dir=FOLDER, with -m as in 'trainer.run_dir=runs/${optimizer.lr}'"
+UNREAD = {  # settings of Hydra's jobs: the value that Hydra or conf/config.yaml gives, and what to do instead
+    "run.dir": (".", IN_RUN_DIR),
+    "sweep.dir": ("runs", IN_RUN_DIR),
+    "sweep.subdir": (".", IN_RUN_DIR),
+    "output_subdir": (None, "config.yaml is in the folder of the run"),
+    "job.chdir": (None, "go to the folder before the command"),
+    "job.env_set": ({}, "set the variables in the shell"),
+    "verbose": (False, "the folder of the run has logs/"),
+}
 
 TYPED = {
     "recipe": "recipe=NAME",
@@ -64,11 +75,25 @@ def config_dirs(arguments: list[str]) -> list[Path]:
             raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
         if found := special(Path(name), "**/*.yaml"):
             raise ConfigError(f"--config-dir {name}: {printable(str(found))} is no file; put a YAML file there")
+        refuse_hidden(Path(name))
     if len(names) > 1:
         raise ConfigError(
             f"--config-dir {names[1]}: is a second --config-dir, and only one is read; put all files in one folder"
         )
     return [Path(name) for name in names]
+
+
+def refuse_hidden(folder: Path) -> None:
+    """Refuse a user's YAML file with the name of one of Echelon's: Hydra would read Echelon's without a word.
+
+    Raises:
+        ConfigError: There is one, of other content.
+    """
+    for own in sorted(CONF.rglob("*.yaml")):
+        file = own.relative_to(CONF)
+        if (folder / file).is_file() and (folder / file).read_bytes() != own.read_bytes():
+            fix = "move its keys to recipe/NAME.yaml" if own == PRIMARY else "rename it"
+            raise ConfigError(f"--config-dir {folder}: {file} has the name of Echelon's own, which hides it; {fix}")
 
 
 def choices(group: str, folders: list[Path]) -> dict[str, Path]:
@@ -103,7 +128,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_plugins(), checked_files():
+        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_hydra(), checked_files():
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
@@ -147,37 +172,53 @@ def composed_once(words: list[str], folders: list[Path]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_plugins() -> Iterator[None]:
-    """Refuse launchers and sweepers other than Hydra's basic ones: they would run what composes a config, and no run.
+def own_hydra() -> Iterator[None]:
+    """Let Hydra compose configs alone, and refuse what would do more: see `refuse_settings_of_jobs`.
 
     A folder `hydra_plugins` of the working folder is not loaded: Hydra would run all of its modules, and no config
     names them.
 
     Raises:
-        ConfigError: An argument, or a file of the user's, chooses one.
+        ConfigError: An argument, or a file of the user's, sets more.
     """
+    from hydra._internal.hydra import Hydra
     from hydra.core.plugins import Plugins
 
     with without_working_folder():
         Plugins.instance()
-    make_sweeper = Plugins.instantiate_sweeper
+    compose_config = Hydra.compose_config
 
-    def checked(self: Plugins, *, config: Any, **others: Any) -> Any:
-        for kind in ("sweeper", "launcher"):
-            target = str(config.hydra[kind]._target_)
-            if not target.startswith("hydra._internal.core_plugins.basic"):
-                name = config.hydra.runtime.choices.get(f"hydra/{kind}", target)
-                raise ConfigError(
-                    f"hydra/{kind}={name}: this plugin would train nothing here; leave it out: -m runs one value after "
-                    "the other, and trainer.devices=N starts N ranks"
-                )
-        return make_sweeper(self, config=config, **others)
+    def checked(self: Hydra, *given: Any, **named: Any) -> Any:
+        config = compose_config(self, *given, **named)
+        refuse_settings_of_jobs(config.hydra)
+        return config
 
-    Plugins.instantiate_sweeper = checked
+    Hydra.compose_config = checked
     try:
         yield
     finally:
-        Plugins.instantiate_sweeper = make_sweeper
+        Hydra.compose_config = compose_config
+
+
+def refuse_settings_of_jobs(settings: Any) -> None:
+    """Refuse settings of Hydra's jobs: a config is composed as such a job, and the run comes after it.
+
+    Raises:
+        ConfigError: There is one that would change nothing, or a launcher or sweeper other than Hydra's basic ones.
+    """
+    from omegaconf import OmegaConf
+
+    for kind in ("sweeper", "launcher"):
+        target = str(settings[kind]._target_)
+        if not target.startswith("hydra._internal.core_plugins.basic"):
+            name = settings.runtime.choices.get(f"hydra/{kind}", target)
+            raise ConfigError(
+                f"hydra/{kind}={name}: this plugin would train nothing here; leave it out: -m runs one value after "
+                "the other, and trainer.devices=N starts N ranks"
+            )
+    for key, (unset, fix) in UNREAD.items():
+        if (value := OmegaConf.select(settings, key)) != unset:
+            raise ConfigError(f"hydra.{key}={as_yaml(value)}: changes nothing here; {fix}")
 
 
 @contextlib.contextmanager

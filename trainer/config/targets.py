@@ -94,7 +94,10 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
                 raise
             line = f"{last.filename}:{last.lineno}: {error}"
             raise ConfigError(f"{key}={target}: {line}; install the package, or correct the import") from None
-        fix = foreign_package(module.partition(".")[0]) or f"{error}; name an importable class or function"
+        package = module.partition(".")[0]
+        fix = foreign_package(package) or f"{error}; name an importable class or function"
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            fix = f"{error}; go to the folder that has {package}, set PYTHONPATH to it, or install the package"
         raise ConfigError(f"{key}={target}: {fix}") from None
     if target in named_in_conf() or (known and target == f"{found.__module__}.{name}"):
         return found

@@ -122,7 +122,7 @@ class Step:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in `batch`, or of the sequences that are packed there.
+    """Return the length of the first tensor in `batch`, of the sequences that are packed there, or of a list of texts.
 
     Samples may stay objects of their own, as images of several sizes do: a list of them, or `tuple(zip(*samples))`.
     """
@@ -132,6 +132,8 @@ def count_samples(batch: Any) -> int:
         if isinstance(batch, PackedSequence):
             return int(batch.batch_sizes[0])
         if isinstance(batch, (list, tuple)) and batch:  # a union would be made anew on every step
+            if isinstance(batch[0], str) and all(isinstance(each, str) for each in batch):  # such as names of files
+                return len(batch)
             batch = batch[0]
         elif isinstance(batch, Mapping) and batch:
             batch = next(iter(batch.values()))

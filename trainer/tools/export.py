@@ -118,7 +118,8 @@ def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], 
         )
     if not config.exists():
         raise ConfigError(
-            f"{key}: its run's {config} is not here; call this in the folder in which the run was started"
+            f"{key}: its run's {config} is not here; call this in the folder in which the run was started, or give the "
+            "run its former name"
         )
     own = is_own(config)
     settings = read_config(config, changes, key, {} if own else UNTRUSTED) | UNTRAINED

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ from trainer.data.shards.parquet import of_rows
 from trainer.data.shards.tar import split_name
 from trainer.data.shards.writer import refuse_member, write_shards
 from trainer.errors import ConfigError, DataError, UnavailableError, printable, refuse_remote, require
-from trainer.files import special
+from trainer.files import is_hidden, special
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
+
+DOTTED = re.compile(r"(.*\.)?\d[^.]*\.|.*\s")  # an extension that is the rest of a time, a date or a version
 
 
 def index(shards: list[str], workers: int, **where: Any) -> None:
@@ -139,13 +142,19 @@ def of_folder(source: Path) -> Iterator[dict[str, Any]]:
 def grouped(source: Path) -> dict[str, dict[str, Path]]:
     """Return the files of a folder by key and extension, in the order of their names."""
     names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
-    parts = [(split_name(name), name) for name in names]
     found: dict[str, dict[str, Path]] = {}
-    for (key, extension), name in parts:
-        if key is None:
-            say(f"left out, since it has no extension: {source / name}", sys.stderr)
+    for name in names:
+        key, extension = split_name(name)
+        if key is None or is_hidden(name):
+            why = "it has no extension" if key is None and not is_hidden(name) else "it is hidden, or a system's own"
+            say(f"left out, since {why}: {source / name}", sys.stderr)
             continue
         refuse_member(str(source / name), extension)
+        if DOTTED.match(extension):
+            raise DataError(
+                f"{source / name}: a key ends at the first dot, so this is {extension!r} of {Path(key).name!r}; rename "
+                "it without other dots, as '10-15-30.jpeg'"
+            )
         if extension in found.setdefault(key, {}):
             raise DataError(f"{source / name}: two files {extension!r} of {key!r}; rename one")
         found[key][extension] = source / name

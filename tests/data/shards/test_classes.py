@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.data.shards.classes import CLASSES, read_classes, with_classes
+from trainer.data.shards.tar import split_name
 from trainer.errors import DataError
 
 
@@ -17,7 +18,8 @@ def found(root: Path, *names: str) -> dict[str, dict[str, Path]]:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-        grouped.setdefault(name.rpartition(".")[0], {})[path.suffix[1:]] = path
+        key, extension = split_name(name)
+        grouped.setdefault(str(key), {})[extension] = path
     return grouped
 
 
@@ -41,6 +43,7 @@ def test_an_order_that_mixes_the_classes_and_is_always_the_same(tmp_path):
         (("a/x.jpg", "y.jpg"), "y.jpg: is in no folder of a class; move it into one"),
         (("a/x.jpg", "c/y.jpg"), "c/y.jpg: c is no class of "),
         (("a/x.jpg", "a/x.cls"), "a/x.cls: --classes gives each sample a cls; remove this file"),
+        (("a/x.jpg", "a/john.smith.jpg"), "a/john.smith.jpg: a key ends at the first dot, so this is a part of"),
     ],
 )
 def test_what_is_refused(names, message, tmp_path):

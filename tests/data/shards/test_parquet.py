@@ -24,6 +24,7 @@ def parquet(path: Path, columns: dict[str, Any]) -> None:
         ("when", [datetime(2020, 1, 1)], "is of timestamp[us], which JSON lacks; make it"),
         ("price", [Decimal("1.5")], "is of decimal128(2, 1), which JSON lacks; make it"),
         ("deep", [[{"a": b"x"}]], "is of list<element: struct<a: binary>>, which JSON lacks; make it"),
+        ("image", [{"bytes": b"x", "path": "a"}], "is of struct<bytes: binary, path: string>, which JSON lacks; give"),
         ("json", [b"{}"], ": is not an extension, or one of two columns; rename it"),
         ("_id", [b"1"], ": is not an extension, or one of two columns; rename it"),
         ("a/b", [b"1"], ": is not an extension, or one of two columns; rename it"),

@@ -40,7 +40,8 @@ def with_classes(found: Mapping[str, Mapping[str, Path]], folder: Path) -> Itera
         found: The files of each sample by key and extension.
 
     Raises:
-        DataError: A sample is in no folder, or in that of no class, or has a `cls` of its own.
+        DataError: A sample is in no folder, or in that of no class. Or it has a `cls` of its own, or no file whose name
+            has one dot.
     """
     file = folder / CLASSES
     own = sorted({key.partition("/")[0] for key in found if "/" in key})
@@ -52,6 +53,8 @@ def with_classes(found: Mapping[str, Mapping[str, Path]], folder: Path) -> Itera
             raise DataError(f"{path}: is in no folder of a class; move it into one")
         if name not in number:
             raise DataError(f"{path}: {name} is no class of {file}; remove the folder, or that file with its shards")
+        if all("." in extension.removesuffix(".gz") for extension in files):
+            raise DataError(f"{path}: a key ends at the first dot, so this is a part of {key!r}; rename it to one dot")
         if "cls" in files:
             raise DataError(f"{files['cls']}: --classes gives each sample a cls; remove this file")
     if found and not file.is_file():

@@ -33,9 +33,11 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
                 )
             members[extension] = column.name
         elif not is_plain(column.type):
+            fix = "make it numbers or text, or leave it out"
+            if is_media(column.type):
+                fix = "give the images to write_shards, as docs/samples.md shows for a Hugging Face data set"
             raise DataError(
-                f"{source}: column {column.name!r} is of {printable(str(column.type))}, which JSON lacks; "
-                "make it numbers or text, or leave it out"
+                f"{source}: column {column.name!r} is of {printable(str(column.type))}, which JSON lacks; {fix}"
             )
     with readable(source):
         rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
@@ -61,6 +63,13 @@ def is_bytes(kind: Any) -> bool:
     from pyarrow import types
 
     return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+
+
+def is_media(kind: Any) -> bool:
+    """Return whether a column has images or sounds as Hugging Face's data sets store them."""
+    from pyarrow import types
+
+    return types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}
 
 
 def is_plain(kind: Any) -> bool:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from trainer.callback import Role
 from trainer.checkpoint.compare import flat
-from trainer.checkpoint.locate import CHECKPOINTED, checkpoints
+from trainer.checkpoint.locate import checkpoints, noted_in
 from trainer.checkpoint.lock import is_running
 from trainer.checkpoint.manifest import Damaged, verify
 from trainer.errors import ConfigError, printable
@@ -100,8 +100,7 @@ def switch(config: dict[str, Any], choice: Choice, world: int, name: str, folder
 def manifest_of(run_dir: Path) -> dict[str, Any]:
     """Return the manifest of the run's newest checkpoint; empty if none can be read."""
     with suppress(OSError, IndexError, Damaged):
-        saved = Path((run_dir / CHECKPOINTED).read_text())
-        return verify(checkpoints(saved, reads=True)[-1], hashes=False)
+        return verify(checkpoints(noted_in(run_dir) or run_dir, reads=True)[-1], hashes=False)
     return {}
 
 
