@@ -423,6 +423,8 @@ class Trainer:
         """
 
         def run_pass(batch: Any) -> None:
+            if running.clock is not self.clock:  # a callback that measures has started it
+                self._compose()
             weight = first.weight if batch is first.batch else self.loss.weight(batch)
             self.forward_backward(Step([Micro(batch, weight, [], [])]), lambda: weight * self.strategy.data_world)
             self.optimizer.zero_grad(set_to_none=True)
