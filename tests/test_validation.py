@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.locate import checkpoints
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.batch import Step
 from trainer.errors import ConfigError, DataError
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.process.environment import Place
@@ -257,7 +258,14 @@ def test_a_signal_ends_a_validation_and_a_resume_makes_it_again(world, tmp_path,
 
 def test_a_stop_asked_for_in_a_step_leaves_its_validation_to_the_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Trainer, "_requests", lambda trainer: (trainer.step == 1, 0, 0))
+    agree = Trainer._agree
+
+    def asked(trainer: Trainer, data: Step) -> Callable[[], int]:
+        total = agree(trainer, data)
+        trainer.requests = [trainer.step == 1, 0, 0]
+        return total
+
+    monkeypatch.setattr(Trainer, "_agree", asked)
     assert signalled(Place()) == ("signal", 2, [])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

@@ -255,6 +255,9 @@ class Callback:
     def on_event(self, trainer: TrainerProtocol, event: str, facts: dict[str, Any]) -> None:
         """Take what happened beside the steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
 
+    def on_error(self, trainer: TrainerProtocol, error: BaseException) -> None:
+        """Add to the error that ends the run, such as a note, before it is reported."""
+
     def on_fit_end(self, trainer: TrainerProtocol) -> None:
         """Release resources. Always called, also after an exception."""
 

@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from trainer.comm.phases import Phase, begin_backward, switch
+from trainer.comm.phases import Phase, ends_with_wait
 from trainer.data.batch import Step
 from trainer.parallel.strategy import Strategy
+from trainer.parallel.torch_calls import backward
 from trainer.recipe_checks import MISSING, CheckedLoss
 
 # (a step's data, a function that waits for the total weight) -> the losses of the micro-batches.
@@ -22,16 +23,23 @@ class Accumulate:
 
     Args:
         loss: `recipe.loss`, under autocast if the precision has it.
+
+    Attributes:
+        mark: Begins a phase of the clock; None if no clock runs.
     """
 
+    mark: Callable[[Phase], None] | None = None
+
     def __init__(self, loss: CheckedLoss, strategy: Strategy, scaler: GradScaler) -> None:
-        self.loss, self.strategy, self.scaler = loss, strategy, scaler
+        self.loss, self.strategy = loss, strategy
+        self.scale = scaler.scale if scaler.is_enabled() else None
 
     def __call__(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         losses: list[Tensor] = []
-        strategy, last = self.strategy, len(data.weights) - 1 if data.reduces else -1
+        strategy, mark, last = self.strategy, self.mark, len(data.weights) - 1 if data.reduces else -1
         for batch, weight in data:
-            switch(Phase.FORWARD)
+            if mark:
+                mark(Phase.FORWARD)
             final = len(losses) == last
             if strategy.syncing != final:
                 strategy.sync_gradients(final)
@@ -42,9 +50,15 @@ class Accumulate:
                 else:
                     loss = strategy.zero_loss(partial(self.loss.compute, strategy.model, batch))
                 losses.append(loss if final else loss.detach())  # one graph stays: the next pass reuses its leaves
-                scaled = self.scaler.scale(weigh_loss(loss, weight * strategy.data_world, total()))
-                begin_backward(scaled, final and strategy.data_world > 1)
-                scaled.backward()
+                ours, weighed = weight * strategy.data_world, total()
+                scaled = loss if ours == weighed else weigh_loss(loss, ours, weighed)
+                if self.scale:
+                    scaled = self.scale(scaled)
+                if mark:
+                    mark(Phase.BACKWARD)
+                    if final and strategy.data_world > 1:
+                        ends_with_wait(scaled)
+                backward(scaled)
             except Exception as error:
                 shown: Any = self.loss.explain(error, loss, strategy.model) or error
                 shown.refs = data.current()  # for the message

@@ -31,7 +31,7 @@ from trainer.callback_checks import (
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.device import has_failed
-from trainer.comm.phases import Phase, during, switch
+from trainer.comm.phases import Phase, during, marker, running
 from trainer.comm.ranks import Ranks, in_collective
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.config.options import DataOptions, Options
@@ -55,7 +55,7 @@ from trainer.monitors.train_loss import TrainLoss
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.made import refuse_state_elsewhere
-from trainer.optim.rates import Rates
+from trainer.optim.rates import RATE, Rates
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
@@ -63,6 +63,7 @@ from trainer.parallel.ddp import DDP
 from trainer.parallel.frozen import TRAINS, changed, follow, followed, refuse_fixed, refuse_in_pass, refuse_unheld
 from trainer.parallel.state_fits import refuse_too_large
 from trainer.parallel.strategy import SingleDevice, Strategy, clip_values, to_device, trained
+from trainer.parallel.torch_calls import stepper
 from trainer.parallel.warmup import buffers_kept
 from trainer.plan import Plan, RunSpec
 from trainer.precision import Precision
@@ -245,18 +246,18 @@ class Trainer:
         made = self.precision.wrap_optimizer(made, self.module, self.options.seed, lambda: self.step)
         self.optimizer = self._wrap("wrap_optimizer", made)
         self._refuse_too_large()
-        self.clips = self.options.clip_norm is not None
+        self.clips = self.options.clip_norm is not None or self.options.clip_value is not None
         self.rates, self.followed = Rates(self.plan.rate, self.optimizer), followed(self.module, self.world)
         self.trains = list(map(TRAINS, self.followed))
         self.scaler, self.generators = self.precision.scaler, generators_of(self.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
-        self.forward_backward: ForwardBackward = self._wrap(
-            "wrap_forward_backward", Accumulate(self.loss, self.strategy, self.scaler)
-        )
+        self.passes = Accumulate(self.loss, self.strategy, self.scaler)
+        self.forward_backward: ForwardBackward = self._wrap("wrap_forward_backward", self.passes)
         self._open_loader()
         if self.plan.resumed:
             training_state.refuse_other_model(self, self.plan.resumed)
         self._try_recipe()
+        self._compose()
         self.own = {*vars(self), "own"}
 
     def _build_model(self, optimizer: Callable[[Groups], Optimizer]) -> nn.Module:
@@ -326,10 +327,7 @@ class Trainer:
                 every.callback(end, self)
             every.push(self._report_error)  # first: what follows may wait for a device that never answers
             self._start()
-            load = during(Phase.DATA)(next)
-            while not self.stop_reason:
-                self._train_step(load(self.stream))
-                self._after_step()
+            self._run_steps()
             if not self.ended:
                 self._finish()
             if self.stop_reason == NOT_FINITE:
@@ -352,6 +350,8 @@ class Trainer:
         if error is None:
             return
         tell_place(error, self)
+        for call in self.hooks["on_error"] if self.fitted else ():
+            call(self, error)
         self.on_error(error)
         refused = not self.accepted and exit_code(error) != 1
         if isinstance(error, Exception) and not (refused or self.ended):
@@ -404,6 +404,7 @@ class Trainer:
             self.on_accepted()
             training_state.leave_newer(self)
             training_state.validate_again(self)
+        self._compose()
 
     def _distribute(self, model: nn.Module) -> Strategy:
         if self.world == 1:
@@ -424,6 +425,8 @@ class Trainer:
         """
 
         def run_pass(batch: Any) -> None:
+            if running.clock is not self.clock:  # a callback that measures has started it
+                self._compose()
             weight = first.weight if batch is first.batch else self.loss.weight(batch)
             self.forward_backward(Step([Micro(batch, weight, [], [])]), lambda: weight * self.strategy.data_world)
             self.optimizer.zero_grad(set_to_none=True)
@@ -435,18 +438,48 @@ class Trainer:
                 rehearse(self, run_pass, first.batch)
         self.rehearsing = False
 
+    def _run_steps(self) -> None:
+        while not self.stop_reason:
+            if self.mark:
+                self.mark(Phase.DATA)
+            data = next(self.stream)
+            if running.clock is not self.clock:  # a profiler has started or stopped it
+                self._compose()
+            if self.mark:
+                self.mark(Phase.CALLBACKS)
+            self._train_step(data)
+            self._after_step()
+            if self.step == self.heartbeat.began + 2:  # overlap has made its state by now
+                training_state.reserve(self)
+
+    def _compose(self) -> None:
+        """Put together what a step calls, without what this run does not use."""
+        self.clock, self.mark, optimizer = running.clock, marker(), self.optimizer
+        self.passes.mark = self.mark
+        self.before_update: list[Callable[[], Any]] = [partial(self.mark, Phase.OPTIMIZER)] if self.mark else []
+        self.update: Callable[[], Any] = stepper(optimizer)
+        if self.scaler.is_enabled():
+            self.before_update.append(partial(self.scaler.unscale_, optimizer))
+            self.update = self._scaled_update
+        if self.hooks["on_before_optimizer_step"]:
+            self.before_update.append(partial(self.emit, "on_before_optimizer_step"))
+
+    def _scaled_update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
     def _train_step(self, data: Step) -> None:
         for generator in self.generators:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
-        self.rates.put(self.step + self.plan.ahead)
-        self._agree(data)  # one int64 all-reduce, beside the first forward pass
-        self.data, self.losses = data, self.forward_backward(data, self._total_weight)
-        switch(Phase.OPTIMIZER)
-        self.scaler.unscale_(self.optimizer)  # a no-op unless fp16
-        self.emit("on_before_optimizer_step")
-        self._clip()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        if not self.rates.settled or list(map(RATE, self.optimizer.param_groups)) != self.rates.given:
+            self.rates.put(self.step + self.plan.ahead)
+        total = self._agree(data)  # one int64 all-reduce, alongside the first forward pass
+        self.data, self.losses = data, self.forward_backward(data, total)
+        for call in self.before_update:
+            call()
+        if self.clips or self.logged or list(map(TRAINS, self.followed)) != self.trains:
+            self._clip()
+        self.update()
         for p in self.parameters:
             p.grad = None  # what zero_grad does, at a tenth of its cost
         self.step, self.samples = self.step + 1, self.samples + self.batch
@@ -478,16 +511,25 @@ class Trainer:
         """Clip the gradients by their norm or by value. The norm before is `grad_norm`, of a step that is logged."""
         if list(map(TRAINS, self.followed)) != self.trains:
             self._follow_frozen()
-        if self.clips or self.logged:
+        if self.options.clip_norm is not None or self.logged:
             self.grad_norm = self.strategy.clip(self.options.clip_norm)
         if self.options.clip_value is not None:
             clip_values(self.parameters, self.options.clip_value)
 
-    def _agree(self, data: Step) -> None:
-        """Start to sum over ranks what this step is about."""
-        done = self.step + 1
-        self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
-        self._sums = self.ranks.agree((len(data.bad), *self._requests(), sum(data.weights)))
+    def _agree(self, data: Step) -> Callable[[], int]:
+        """Start to sum over ranks what they ask the step to end with. Return what waits for the weight of its items.
+
+        The requests are to stop, to save and to validate. The clock is rank 0's.
+        """
+        done, now, plan = self.step + 1, time.monotonic(), self.plan
+        self.logged = done % self.options.log_every_steps == 0 or done == plan.max_steps
+        due = (now - self.saved_at >= plan.save_s, now - self.validated_at >= plan.validate_s)
+        own = (len(data.bad), bool(self.signals.name), *((0, 0) if self.rank else due), sum(data.weights))
+        if self.world == 1:
+            self.bad, *self.requests, self.weight = own
+            return partial(int, self.weight)
+        self._sums = self.ranks.agree(own)
+        return self._total_weight
 
     def _total_weight(self) -> int:
         """Wait for the sums; return the weight of all ranks' items."""
@@ -497,21 +539,17 @@ class Trainer:
             self._sums = None
         return self.weight
 
-    def _requests(self) -> tuple[int, int, int]:
-        """Return what this rank asks the step to end with: stop, save, validate. The clock is rank 0's."""
-        if self.rank:
-            return bool(self.signals.name), 0, 0
-        now, plan = time.monotonic(), self.plan
-        return bool(self.signals.name), now - self.saved_at >= plan.save_s, now - self.validated_at >= plan.validate_s
-
     def _after_step(self) -> None:
-        switch(Phase.CALLBACKS)
-        self._total_weight()  # passes of a callback's own have not waited for it
+        if self.mark:
+            self.mark(Phase.CALLBACKS)
+        if self._sums is not None:  # passes of a callback's own have not waited for them
+            self._total_weight()
         self.metrics = self._measure() if self.logged else {}
         if self.logged:
             self._end_logged_step()
         else:
-            self.emit(UNLOGGED)
+            for call in self.hooks[UNLOGGED]:
+                call(self)
         if len(vars(self)) != self.attributes:
             self._check_callbacks()
         self.last_metrics = self.metrics if self.logged else self.last_metrics
@@ -524,16 +562,15 @@ class Trainer:
             self.stop("signal")
         if self.step == plan.max_steps:
             self.stop("max_steps")
-        validate |= plan.validates_at(self.step)
+        validate |= (self.step + plan.validate_ahead) % plan.validate_steps == 0
         save |= self.step % plan.save_steps == 0
         if validate and self.stop_reason != "signal":  # else the resumed run validates
             save |= self.validate()
         if save and not self.stop_reason:  # `_finish` saves the last step
             training_state.save(self)
-        if self.step == self.heartbeat.began + 2:  # overlap has made its state by now
-            training_state.reserve(self)
         self.saver.check(ends=bool(self.stop_reason))
-        self.heartbeat.beat(self.step)
+        if self.heartbeat.watched:
+            self.heartbeat.beat(self.step)
 
     def _measure(self) -> dict[str, float]:
         """Measure the numbers of this step. Waits for the device; a collective."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trainer.comm import clock as clocks
 from trainer.comm import phases
 from trainer.comm.clock import DeviceClock, start, stop
-from trainer.comm.phases import Phase, begin_backward, during, running, switch
+from trainer.comm.phases import Phase, during, ends_with_wait, running, switch
 
 CPU = torch.device("cpu")
 
@@ -166,7 +166,8 @@ def test_the_waits_of_a_device_s_thread_for_gradients_count(monkeypatch: pytest.
     monkeypatch.setattr(phases.Variable, "_execution_engine", engine)
     clock, hooks = start(torch.device("cuda", 0), undo), list[Any]()
     try:
-        begin_backward(SimpleNamespace(register_hook=hooks.append), True)  # pyright: ignore[reportArgumentType]
+        switch(Phase.BACKWARD)
+        ends_with_wait(SimpleNamespace(register_hook=hooks.append))  # pyright: ignore[reportArgumentType]
 
         def run() -> None:
             hooks[0](None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.comm.clock import start, stop
-from trainer.comm.phases import Clock, Phase, begin_backward, during, switch
+from trainer.comm.phases import Clock, Phase, during, ends_with_wait, switch
 from trainer.comm.reduce import Background
 from trainer.data.batch import Micro, Step
 from trainer.data.device_prefetch import Upload
@@ -103,7 +103,9 @@ def test_what_follows_the_last_gradient_is_a_wait_only_if_the_pass_reduces(clock
     for reduces, found in ((True, {"BACKWARD": 2, "COMMUNICATION": 100}), (False, {"BACKWARD": 102})):
         before = clock.lap().seconds
         loss = model(torch.ones(3, 2)).sum()
-        begin_backward(loss, reduces)
+        switch(Phase.BACKWARD)
+        if reduces:
+            ends_with_wait(loss)
         loss.backward()
         took = [after - was for after, was in zip(clock.lap().seconds, before, strict=True)]
         assert {phase.name: seconds for phase, seconds in zip(Phase, took, strict=True) if seconds} == found
@@ -144,7 +146,8 @@ def test_a_listener_is_told_of_calls_within_calls(clock: Clock) -> None:
     with pytest.raises(ZeroDivisionError):
         during(Phase.DATA)(lambda: 1 / 0)()
     loss = nn.Linear(2, 1)(torch.ones(3, 2)).sum()
-    begin_backward(loss, True)
+    switch(Phase.BACKWARD)
+    ends_with_wait(loss)
     loss.backward()
     clock.listener = None
     switch(Phase.CALLBACKS)

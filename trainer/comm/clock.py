@@ -28,11 +28,13 @@ class DeviceClock(Clock):
         self.marks: deque[tuple[Phase, Any, list[Lap]]] = deque()  # the phase that each event ends
         self.last = self._event()
 
-    def switch(self, phase: Phase) -> None:
+    def switch(self, phase: Phase, tell: bool = True) -> None:
         self.marks.append((self.phase, self._event(), []))
         self.phase = phase
         if len(self.marks) > MARKS:
             self.read()
+        if tell and self.listener is not None:
+            self.listener.switch(phase)
 
     def enters(self, phase: Phase) -> bool:
         """Return whether a call of this phase counts. A wait of another stream keeps nobody waiting."""
@@ -42,7 +44,7 @@ class DeviceClock(Clock):
         """Return this moment. If all marks have been read, return that of the last one, which is no later event."""
         lap = Lap()
         if self.marks:
-            self.switch(self.phase)
+            self.switch(self.phase, tell=False)
             self.marks[-1][2].append(lap)
         else:
             lap.seconds = self.seconds[:]

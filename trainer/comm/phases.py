@@ -64,10 +64,17 @@ class Clock:
         self.listener: Listener | None = None
         self.thread = self.backward_thread = get_ident()  # a device has a thread of its own for its gradients
 
-    def switch(self, phase: Phase) -> None:
+    def switch(self, phase: Phase, tell: bool = True) -> None:
+        """End the current phase and begin this one.
+
+        Args:
+            tell: Tell the listener, too.
+        """
         now = self.now()
         self.seconds[self.phase] += now - self.since
         self.since, self.phase = now, phase
+        if tell and self.listener is not None:
+            self.listener.switch(phase)
 
     def enters(self, phase: Phase) -> bool:
         """Return whether a call of this phase counts: not in the phase, nor in one that nothing interrupts.
@@ -85,11 +92,9 @@ class Clock:
 
     def _wait(self) -> None:
         self.switch(Phase.COMMUNICATION)
-        if self.listener is not None:
-            self.listener.switch(Phase.COMMUNICATION)
 
     def lap(self) -> Lap:
-        self.switch(self.phase)
+        self.switch(self.phase, tell=False)
         lap = Lap()
         lap.seconds = self.seconds[:]
         return lap
@@ -110,13 +115,16 @@ class Running:
 running = Running()
 
 
+def marker() -> Callable[[Phase], None] | None:
+    """Return the function that begins a phase; None if no clock runs in this thread."""
+    clock = running.clock
+    return clock.switch if clock is not None and clock.thread == get_ident() else None
+
+
 def switch(phase: Phase) -> None:
     """Begin a phase, if a clock runs."""
-    clock = running.clock
-    if clock is not None and clock.thread == get_ident():
-        clock.switch(phase)
-        if clock.listener is not None:
-            clock.listener.switch(phase)
+    if mark := marker():
+        mark(phase)
 
 
 def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -129,7 +137,7 @@ def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if clock is None or not clock.enters(phase):
                 return call(*args, **kwargs)
             before, listener = clock.phase, clock.listener
-            clock.switch(phase)
+            clock.switch(phase, tell=False)
             if listener is not None:
                 listener.enter(phase)
             try:
@@ -137,20 +145,19 @@ def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
             finally:
                 if listener is not None:
                     listener.leave()
-                clock.switch(before)
+                clock.switch(before, tell=False)
 
         return run
 
     return decorate
 
 
-def begin_backward(loss: Tensor, reduces: bool) -> None:
-    """Begin the backward pass of `loss`. If it reduces gradients, what follows the last gradient is communication.
+def ends_with_wait(loss: Tensor) -> None:
+    """Count what follows the last gradient of the backward pass of `loss` as communication: the pass reduces gradients.
 
     The engine runs callbacks in the order in which they were queued. A strategy queues its wait once it has a gradient,
     so a callback that the loss has queued runs before that wait.
     """
-    switch(Phase.BACKWARD)
     clock = running.clock
-    if reduces and clock is not None and clock.thread == get_ident():
+    if clock is not None and clock.thread == get_ident():
         loss.register_hook(clock.end_backward)

@@ -85,13 +85,15 @@ class Step:
         self.refs: list[Ref] = []
         self.bad: list[Bad] = []
         self._batches: deque[Any] = deque()
-        self._parts = [micro.refs for micro in micros]
+        self._parts = parts = list[list[Ref]]()
         for batch, weight, refs, bad in micros:
             self._batches.append(batch)
+            parts.append(refs)
             self.weights.append(weight)
             self.refs += refs
             self.bad += bad
-        self._batches.extend(micro.batch for micro in following)
+        for micro in following:
+            self._batches.append(micro.batch)
         self._all = len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
@@ -126,22 +128,24 @@ def count_samples(batch: Any) -> int:
 
     Samples may stay objects of their own, as images of several sizes do: a list of them, or `tuple(zip(*samples))`.
     """
-    if (samples := count_objects(batch)) is not None:
-        return samples
+    whole = batch
     while not isinstance(batch, Tensor):
         if isinstance(batch, PackedSequence):
             return int(batch.batch_sizes[0])
-        if isinstance(batch, (list, tuple)) and batch:  # a union would be made anew on every step
-            if isinstance(batch[0], str) and all(isinstance(each, str) for each in batch):  # such as names of files
+        if isinstance(batch, (list, tuple)) and batch:  # each step would build a union
+            first = batch[0]
+            if isinstance(first, str) and all(isinstance(each, str) for each in batch):  # such as names of files
                 return len(batch)
-            batch = batch[0]
         elif isinstance(batch, Mapping) and batch:
-            batch = next(iter(batch.values()))
+            first = next(iter(batch.values()))
         else:
             raise DataError(
                 f"a batch begins with a value of type {type(batch).__name__}, and has no tensor to count samples by; "
                 "let transform() or collate() make tensors, or give the recipe a `weight`"
             )
+        if batch is whole and not isinstance(first, Tensor) and (samples := count_objects(batch)) is not None:
+            return samples
+        batch = first
     try:
         return batch.shape[0]
     except IndexError:

@@ -22,18 +22,29 @@ from trainer.rng import GOLDEN, MASK, seed_all
 MOST = 1 << 16  # values of a tensor that `digest` reads
 
 
-def replay(source: Iterable[Any], weight: Callable[[Any], int], key: int, endless: bool) -> Generator[Micro]:
+def replay(
+    source: Iterable[Any], weight: Callable[[Any], int] | None, key: int, endless: bool, given: object = None
+) -> Generator[Micro]:
     """Yield the batches of `source`; a replay draws the same random numbers.
 
     `random` and NumPy are seeded at the start, since the trainer draws nothing from them between batches. Before each
     batch, torch is seeded, since training draws from it.
+
+    Args:
+        weight: Counts the items of a batch; None: its samples are counted.
+        given: What the recipe returned, if `source` is this rank's part of it.
     """
     seed_all(key)
+    count, given = weight or count_samples, source if given is None else given
     for walked in itertools.count():
         batch = None
         begin_pass(source.source if isinstance(source, FirstOf) else source, walked)
         for batch in source:
-            yield Micro(batch, weight(batch), [], [])
+            try:
+                items = count(batch)
+            except DataError as error:
+                raise DataError(f"{error}{'' if weight else way_of_samples(given)}") from None
+            yield Micro(batch, items, [], [])
             key = key + GOLDEN & MASK
             torch.default_generator.manual_seed(key)
         if not endless:
@@ -80,14 +91,6 @@ def refuse_other_size(source: object, batch: Any, split: Split) -> None:
             f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}"
             f"{way_of_samples(source)}"
         )
-
-
-def count_batch(source: object, batch: Any) -> int:
-    """Return the samples of a batch of `source`. The error of `count_samples` tells of samples, too."""
-    try:
-        return count_samples(batch)
-    except DataError as error:
-        raise DataError(f"{error}{way_of_samples(source)}") from None
 
 
 def way_of_samples(source: Any) -> str:

@@ -14,7 +14,7 @@ from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.device_prefetch import Upload, upload
-from trainer.data.iterable import count_batch, preserve_rng_state, refuse_other_size, replay
+from trainer.data.iterable import preserve_rng_state, refuse_other_size, replay
 from trainer.data.limit import FirstOf
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
@@ -88,8 +88,9 @@ class Loader:
         if stream := self.stream:
             micros = map(partial(to_upload, stream=stream), micros)
         ahead: list[Micro] = []  # with a stream, the first of the next step, which is uploaded during this one
-        for split in (split for _, split in steps(start)) if split_at else itertools.repeat(self.split):
-            now = [*ahead, *itertools.islice(micros, split.micros(self.rank) - len(ahead))]
+        own = itertools.repeat(self.split.micros(self.rank))
+        for count in (split.micros(self.rank) for _, split in steps(start)) if split_at else own:
+            now = [*ahead, *itertools.islice(micros, count - len(ahead))]
             if stream:
                 ahead = list(itertools.islice(micros, 1))
             if not now:
@@ -207,8 +208,7 @@ class Loader:
 
     def _replay(self, source: Stream | Iterable[Any], endless: bool) -> Generator[Micro]:
         own = self._own(source, endless)
-        weight = self.weight or partial(count_batch, source)
-        return replay(own, weight, mix(self.seed, ITERABLE, self.rank), endless)
+        return replay(own, self.weight, mix(self.seed, ITERABLE, self.rank), endless, source)
 
     def _own(self, source: Stream | Iterable[Any], endless: bool) -> Iterable[Any]:
         """Return this rank's batches of an iterable."""

@@ -7,6 +7,7 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from trainer.errors import (
     printable,
 )
 from trainer.log import log
-from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, seed_all
+from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, mix_each, seed_all
 
+EPOCH = attrgetter("epoch")
 Transform = Callable[[Any, Generator], Any]
 NAME = re.compile(r"[\w.-]+")  # of one of several data sets
 VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
@@ -78,18 +80,29 @@ class Samples:
         return Mixture(counts, [weight for _, weight in self.mixed], self.seed, lanes, block)
 
     def __getitem__(self, ref: Ref) -> Any:
-        key = mix(self.seed, SAMPLE, ref.epoch, self.bases[ref.shard] + ref.offset)
-        seed_all(key)
-        value = self.reader.read(ref)
-        return value if self.transform is None else self.transform(value, keyed(key))
+        good, bad = self.batch([ref])
+        if bad:
+            raise DataError(bad[0].why)
+        return good[0]
+
+    def _keys(self, refs: Sequence[Ref]) -> list[int]:
+        """Return the key of each sample's random numbers."""
+        keys: list[int] = []
+        for epoch, some in itertools.groupby(refs, EPOCH):
+            numbers = [self.bases[shard] + offset for _, shard, offset in some]
+            keys += mix_each(self.seed, SAMPLE, epoch, last=np.array(numbers, np.uint64)).tolist()
+        return keys
 
     def batch(self, refs: list[Ref]) -> tuple[list[Any], list[Bad]]:
         """Read the samples; return the good ones and the damaged ones."""
         good: list[Any] = []
         bad: list[Bad] = []
-        for ref in refs:
+        read, transform = self.reader.read, self.transform
+        for ref, key in zip(refs, self._keys(refs), strict=True):
             try:
-                good.append(self[ref])
+                seed_all(key)
+                value = read(ref)
+                good.append(value if transform is None else transform(value, keyed(key)))
             except Dropped:
                 raise
             except DataError as error:

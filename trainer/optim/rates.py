@@ -24,6 +24,7 @@ class Rates:
         self.rate, self.optimizer = rate, optimizer
         self.peaks: list[float] = list(map(RATE, optimizer.param_groups))
         self.given = list(self.peaks)  # of the last step; empty: not known
+        self.settled = False  # the schedule changes no rate from the next step on
         self.by_hand = False
 
     def put(self, step: int) -> None:
@@ -36,14 +37,14 @@ class Rates:
         if self.given and list(map(RATE, groups)) != self.given:
             self._follow(step, groups)
         self.rate.put(step, groups, self.peaks)
-        self.given = list(map(RATE, groups))
+        self.given, self.settled = list(map(RATE, groups)), self.rate.is_constant(step + 1)
 
     def restore(self, peaks: list[float] | None) -> None:
         """Put the rates of a checkpoint back that were set by hand; None: none was.
 
         Rates that hooks set before the next step are dropped, since the resumed run has them already.
         """
-        self.given = []
+        self.given, self.settled = [], False
         if peaks is not None:
             self.peaks, self.by_hand = [float(peak) for _, peak in zip(self.peaks, peaks, strict=True)], True
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.serialize import optimizer_state
 from trainer.comm.bucket import Bucket
-from trainer.comm.phases import begin_backward
+from trainer.comm.phases import Phase, ends_with_wait, switch
 from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError
 from trainer.parallel.batch_norm import refuse_no_items
@@ -102,7 +102,8 @@ class DDP:
             zero = zero_loss(self.parameters, unused=False)
             self.model._pre_forward(zero)
             passed: Any = self.model._post_forward(zero)
-            begin_backward(passed, True)
+            switch(Phase.BACKWARD)
+            ends_with_wait(passed)
             passed.backward()
 
     def clip(self, max_norm: float | None) -> Tensor:

@@ -34,11 +34,12 @@ class Heartbeat:
         self.file: int | None = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
+        self.watched = self.file is not None
         self.began = self.step = -1
         self.ended = threading.Event()
         self.left_s = float("inf")  # until the rank counts as still
         self.still_s = 0.0
-        self._write(0.0, False)
+        self.beat()
 
     def watch(self, still_s: float, on_still: Callable[[], Any], log: IO[str] | None = None) -> None:
         """Call `on_still` after half of `still_s` seconds without a beat, counted from the next beat on.
@@ -46,7 +47,7 @@ class Heartbeat:
         With `log`, after `still_s` seconds write the stacks of all threads to it, and end the process with code 124. A
         thread counts its own ticks, so time in which the process is suspended does not count.
         """
-        self.still_s = still_s
+        self.still_s, self.watched = still_s, True
         self.left_s = float("inf") if self.began < 0 else still_s
         threading.Thread(target=self._tick, args=(on_still, log), name="heartbeat", daemon=True).start()
 
@@ -86,9 +87,6 @@ class Heartbeat:
             self.began, self.step = step if self.began < 0 else self.began, step
         if self.began >= 0:
             self.left_s = self.still_s + patience_s
-        self._write(patience_s, busy)
-
-    def _write(self, patience_s: float, busy: bool) -> None:
         if self.file is not None:
             os.pwrite(self.file, FORMAT.pack(self.began, self.step, busy, time.monotonic() + patience_s), 0)
 

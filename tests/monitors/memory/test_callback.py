@@ -22,7 +22,6 @@ from trainer.callbacks.overlap import Overlap
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.callbacks.shard import Shard
 from trainer.config.options import DataOptions, DDPOptions, Options
-from trainer.data.batch import Step
 from trainer.errors import ConfigError, message
 from trainer.monitors.memory import allocator, callback
 from trainer.monitors.memory.allocator import GIB
@@ -199,7 +198,7 @@ def test_a_callback_that_recomputes_is_not_advised(monkeypatch):
     assert "activation_checkpoint" not in caught.value.advice and "micro_batch=3" in caught.value.advice
 
 
-def test_the_optimizers_step_is_guarded_too(monkeypatch):
+def test_an_error_in_the_optimizers_step_gets_advice(monkeypatch):
     fake_peak(monkeypatch)
 
     def full(params: Any) -> torch.optim.Optimizer:
@@ -349,12 +348,10 @@ def test_the_peak_of_a_gpu_is_of_tensors(monkeypatch, tmp_path, messages):
 
 
 def failed(memory: Memory, trainer: Any, error: Exception) -> Any:
-    def run(data: Step, total: Any) -> list[Tensor]:
-        raise error
-
     try:
-        memory.wrap_forward_backward(trainer, run)(Step([]), lambda: 1)
+        raise error
     except Exception as caught:
+        memory.on_error(trainer, caught)
         memory.on_fit_end(trainer)
         return caught
 

@@ -65,7 +65,11 @@ def regions(trace: Trace) -> Iterator[Regions]:
     assert trace.open == []
 
 
-load = during(Phase.DATA)(lambda: None)
+def load() -> None:
+    switch(Phase.DATA)
+    switch(Phase.CALLBACKS)
+
+
 wait = during(Phase.COMMUNICATION)(lambda: None)
 
 
@@ -78,11 +82,11 @@ def test_phases_follow_one_another_and_calls_lie_in_them(regions: Regions, trace
     during(Phase.CALLBACKS)(regions.around("ema.on_step_end", wait))()
     switch(Phase.CALLBACKS)
     assert trace.take() == [
-        "step 1", "  callbacks", "    data", "  forward", "    communication", "  backward", "  optimizer",
+        "step 1", "  data", "  callbacks", "  forward", "    communication", "  backward", "  optimizer",
         "    callbacks", "      ema.on_step_end", "        communication", "  callbacks",
     ]  # fmt: skip
     load()
-    assert trace.take() == ["step 2", "  callbacks", "    data"]
+    assert trace.take() == ["step 2", "  data", "  callbacks"]
     load()
     switch(Phase.FORWARD)
     wait()
@@ -107,7 +111,7 @@ def test_a_phase_that_begins_in_a_hook_ends_with_the_hook(regions: Regions, trac
 def test_a_validation_ends_all_regions(regions: Regions, trace: Trace) -> None:
     load()
     during(Phase.VALIDATION)(wait)()
-    assert trace.take() == ["step 1", "  callbacks", "    data"] and trace.open == []
+    assert trace.take() == ["step 1", "  data", "  callbacks"] and trace.open == []
 
 
 def test_another_thread_changes_nothing(regions: Regions, trace: Trace) -> None:

@@ -75,7 +75,7 @@ class Mixture:
         return list(zip(*np.concatenate(places, axis=1)[:, own].tolist(), strict=True))
 
     def _ref(self, source: int, epoch: int, lane: int, row: int) -> Ref:
-        ref = self.orders[source].ref(epoch, lane, row)
+        [ref] = self.orders[source].refs([(epoch, lane, row)])
         return ref._replace(shard=self.first_shards[source] + ref.shard)
 
     def _draw(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -8,7 +8,7 @@ The numbers are frozen: a change here changes the data of every run that is resu
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ class Order:
         Args:
             shares: The number of ranks, which then have even shares; or the samples of each rank.
         """
-        return [self.ref(*place) for place in self._local(start, stop, rank, shares)]
+        return self.refs(self._local(start, stop, rank, shares))
 
     def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
         """Return all shards of the blocks that `local` reads. Much cheaper than `local`."""
@@ -96,12 +96,17 @@ class Order:
         lanes[tail] = self.longer[lanes[tail]]
         return epochs, lanes, rows
 
-    def ref(self, epoch: int, lane: int, row: int) -> Ref:
-        number, place = divmod(row, self.block)
-        item = self.bounds[lane] + number * self.block + self._block(epoch, lane, number)[place]
-        shards, starts = self._epoch(epoch)
-        index = bisect_right(starts, item) - 1
-        return Ref(epoch, shards[index], item - starts[index])
+    def refs(self, places: Iterable[tuple[int, int, int]]) -> list[Ref]:
+        """Return the sample at each place: (epoch, lane, row)."""
+        found: list[Ref] = []
+        for epoch, lane, row in places:
+            number, place = divmod(row, self.block)
+            block = self._blocks.get((epoch, lane, number)) or self._block(epoch, lane, number)
+            item = self.bounds[lane] + number * self.block + block[place]
+            shards, starts = self._epochs.get(epoch) or self._epoch(epoch)
+            index = bisect_right(starts, item) - 1
+            found.append(Ref(epoch, shards[index], item - starts[index]))
+        return found
 
     def shards_of(self, epoch: int, lane: int, number: int) -> list[int]:
         """Return the shards of a lane's block."""
@@ -119,10 +124,10 @@ class Order:
         return self._epochs[epoch]
 
     def _block(self, epoch: int, lane: int, number: int) -> list[int]:
+        """Make the permutation of a block, and keep it for the samples that come."""
         key = (epoch, lane, number)
-        if key not in self._blocks:
-            size = min(self.block, self.bounds[lane + 1] - self.bounds[lane] - number * self.block)
-            remember(self._blocks, 4 * self.lanes, key, permutation(size, self.seed, BLOCK, *key))
+        size = min(self.block, self.bounds[lane + 1] - self.bounds[lane] - number * self.block)
+        remember(self._blocks, 4 * self.lanes, key, permutation(size, self.seed, BLOCK, *key))
         return self._blocks[key]
 
 

@@ -3,20 +3,18 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from trainer.annotated import AtLeast, AtMost, PositiveFloat
 from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role, TrainerProtocol, only_logged
 from trainer.config.compose import CONF
 from trainer.errors import ConfigError, is_out_of_memory
-from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.monitors.candidates import accepts
 from trainer.monitors.memory import allocator
@@ -76,13 +74,6 @@ class Memory(Callback):
             torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
             undo.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
-    def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
-        optimizer.step = self._guard(trainer, optimizer.step)  # its first call makes the state
-        return optimizer
-
-    def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
-        return self._guard(trainer, run)
-
     def on_fit_start(self, trainer) -> None:
         if trainer.device.type == "cuda":
             self.watch = allocator.Watch(trainer.device)
@@ -104,21 +95,10 @@ class Memory(Callback):
             except (OSError, RuntimeError) as failure:
                 log.warning("%s: can't be written: %s", snapshot_file(trainer), failure)
 
-    def _guard(self, trainer: TrainerProtocol, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Give an error of `run` the advice, if memory has run out."""
-
-        @wraps(run, updated=())
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                return run(*args, **options)
-            except (MemoryError, RuntimeError) as error:
-                if is_out_of_memory(error):
-                    self._advise(trainer, error)
-                raise
-
-        return call
-
-    def _advise(self, trainer: TrainerProtocol, error: Any) -> None:
+    def on_error(self, trainer, error: Any) -> None:
+        """Give the error advice, if memory has run out."""
+        if not is_out_of_memory(error):
+            return
         use = count(trainer, self.max_share)
         ways = advise(use, setting(trainer))
         if trainer.device.type == "cuda":

@@ -14,7 +14,6 @@ from torch.profiler import _ExperimentalConfig as Config
 
 from trainer.callback import UNLOGGED, Callback, TrainerProtocol, name_of
 from trainer.comm import clock
-from trainer.comm.phases import Phase
 from trainer.data.batch import Step
 from trainer.files import Appended
 from trainer.monitors.memory.callback import EVENTS
@@ -77,7 +76,7 @@ class Recording:
     def fetch(self, steps: Iterator[Step]) -> Step | None:
         """Return the data of the first step; None at the end. The clock tells of all that follows."""
         self.regions.begin()
-        return self.regions.around(Phase.DATA.name.lower(), next)(steps, None)
+        return next(steps, None)
 
     def stop(self) -> None:
         with self.undo:  # also if a line raises

@@ -26,7 +26,9 @@ class Regions:
         self.open: list[tuple[Any, bool]] = []  # regions, the outermost first, and whether each is a phase
 
     def switch(self, phase: Phase) -> None:
-        if self._follows():
+        if phase == Phase.DATA:
+            self.begin()
+        elif self._follows():
             if self.open[-1][1]:
                 self._close(len(self.open) - 1)
             self._enter(phase.name.lower(), True)
@@ -34,8 +36,6 @@ class Regions:
     def enter(self, phase: Phase) -> None:
         if phase == Phase.VALIDATION:
             self.validate()
-        elif phase == Phase.DATA:
-            self.begin()
         if self._follows():
             self._enter(phase.name.lower(), True)
 
@@ -44,11 +44,11 @@ class Regions:
             self._close(len(self.open) - 1)
 
     def begin(self) -> None:
-        """End the step, and begin the next one. Between its phases, a step is in the loop itself."""
+        """End the step, and begin the next one, which waits for data first."""
         self.end()
         if name := self.step():
             self._enter(name, False)
-            self._enter(Phase.CALLBACKS.name.lower(), True)
+            self._enter(Phase.DATA.name.lower(), True)
 
     def end(self) -> None:
         self._close(0)

@@ -1,0 +1,83 @@
+"""Calls torch's backward pass and optimizers below their Python wrappers, wherever nothing hangs on the wrappers.
+
+A wrapper checks its arguments, opens a region for a profiler and calls hooks: a third of the time of a small model's
+step. The kernels, their order and their bits are the same. Private functions of torch that do this are called in this
+file alone. A torch that lacks one of them gets the public calls.
+"""
+
+import contextvars
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.optim.optimizer as optimizers
+from torch import Tensor
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+TORCH: Any = torch._C
+ENGINE: Any = getattr(Variable, "_execution_engine", None)
+PUBLIC = Tensor.backward, torch.autograd.backward  # libraries replace them
+NEEDED = (
+    (TORCH, "_len_torch_function_stack"), (TORCH, "_set_grad_enabled"), (TORCH, "_stash_obj_in_tls"),
+    (TORCH, "_remove_obj_from_tls"), (TORCH._autograd, "_profiler_enabled"), (ENGINE, "run_backward"),
+    (optimizers, "_global_optimizer_pre_hooks"), (optimizers, "_global_optimizer_post_hooks"),
+)  # fmt: skip
+FOUND = all(hasattr(owner, name) for owner, name in NEEDED)
+TRACED = logging.getLogger("torch.autograd.graph").getEffectiveLevel() <= logging.DEBUG  # by TORCH_LOGS=+autograd
+
+
+def backward(loss: Tensor) -> None:
+    """Do what `loss.backward()` does."""
+    if (
+        not FOUND or TRACED or type(loss) is not Tensor or loss.dim() or TORCH._len_torch_function_stack()
+        or torch.is_anomaly_enabled() or (Tensor.backward, torch.autograd.backward) != PUBLIC
+    ):  # fmt: skip
+        return loss.backward()
+    TORCH._stash_obj_in_tls("context", contextvars.copy_context())  # for a device's thread that compiles
+    try:
+        ENGINE.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    finally:
+        TORCH._remove_obj_from_tls("context")
+
+
+def stepper(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a function that does what `optimizer.step()` does."""
+    inner = unwrapped(type(optimizer)) if FOUND else None
+
+    def public() -> None:
+        optimizer.step()
+
+    if inner is None or optimizer.defaults.get("differentiable"):
+        return public
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks,
+    )  # fmt: skip
+    own = vars(optimizer)
+
+    def step() -> None:
+        if any(hooks) or "step" in own or TORCH._autograd._profiler_enabled():
+            return public()
+        before = torch.is_grad_enabled()
+        TORCH._set_grad_enabled(False)
+        try:
+            inner(optimizer)
+        finally:
+            TORCH._set_grad_enabled(before)
+
+    return step
+
+
+def unwrapped(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
+    """Return the step of an optimizer class of torch's own, below its wrappers; None for another class."""
+    hooked = getattr(kind, "step", None)
+    graded = getattr(hooked, "__wrapped__", None)
+    inner = getattr(graded, "__wrapped__", None)
+    names = [getattr(getattr(f, "__code__", None), "co_qualname", "") for f in (hooked, graded)]
+    wrappers = [name.partition(".<locals>")[0] for name in names]
+    known = wrappers == ["Optimizer.profile_hook_step", "_use_grad_for_differentiable"]
+    return inner if known and kind.__module__.startswith("torch.optim.") else None
