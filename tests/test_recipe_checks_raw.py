@@ -116,3 +116,33 @@ def test_an_extra_state_that_no_checkpoint_can_have_is_refused_with_the_fix_whic
     resumed = made(lambda: Extra(True), run_dir="runs/b", resume="auto")
     resumed.fit()
     assert torch.equal(resumed.module.weight, straight.module.weight)  # pyright: ignore[reportArgumentType]
+
+
+class Scaled(Raw):
+    """The loss has a weight of its own, as ArcFace's and those of uncertainty weighting have."""
+
+    def __init__(self, trains: bool = True, grad: bool = True) -> None:
+        super().__init__(lambda: nn.Linear(4, 1))
+        self.criterion, self.grad = nn.Linear(1, 1).requires_grad_(trains), grad
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            target = self.criterion(batch[1])
+        return nn.functional.mse_loss(model(batch[0]), target)
+
+
+def test_a_parameter_outside_of_the_model_that_the_loss_trains_is_refused():
+    def train(recipe: Any) -> int:
+        return Trainer(recipe, batch=16, options=Options(max_steps=1), data=DataOptions(workers=0)).fit()["steps"]
+
+    with pytest.raises(ConfigError, match=r"^recipe\.criterion\.weight: gets a gradient .* let model\(\) return a "):
+        train(Scaled())
+    assert train(Scaled(trains=False)) == train(Scaled(grad=False)) == 1  # frozen; a teacher without a graph
+
+    class Inside(Scaled):
+        def model(self) -> nn.Module:
+            model = nn.Linear(4, 1)
+            model.criterion = self.criterion
+            return model
+
+    assert train(Inside()) == 1

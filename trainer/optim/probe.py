@@ -87,10 +87,10 @@ def probe(optimizer: Any) -> None:
     """
     if f"{type(optimizer).__module__}.".startswith(KNOWN):
         return
-    together = shrunk(optimizer)
-    before = numbers(together)
     with torch.random.fork_rng(devices=[]):  # a step may draw random numbers
         try:
+            together = shrunk(optimizer)
+            before = numbers(together)
             run_steps(together, [together])
         except Exception as error:  # of any class: it is the optimizer's own code, which may need a GPU
             if "closure" in str(error).lower():
