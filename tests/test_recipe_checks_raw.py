@@ -1,5 +1,6 @@
 """Parameters without a shape, and complex ones: trained, or refused with the fix before anything starts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from trainer.callbacks.grad_compress import GradCompress
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
@@ -146,3 +148,21 @@ def test_a_parameter_outside_of_the_model_that_the_loss_trains_is_refused():
             return model
 
     assert train(Inside()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clip_value": 0.1}, r"trainer\.clip_value: "),
+        ({"precision": "fp16"}, r"trainer\.precision=fp16: "),
+    ],
+)
+def test_a_setting_of_real_weights_alone_is_refused_with_complex_ones(options, words):
+    with pytest.raises(ConfigError, match=rf"^{words}.*, and weight is complex; leave it out, or keep "):
+        made(Complex, **options)
+
+
+def test_codecs_are_refused_with_complex_weights():
+    callback = GradCompress("powersgd")
+    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress: codecs send real .*, and weight is "):
+        callback.wrap_reduce(SimpleNamespace(module=Complex()), SimpleNamespace())

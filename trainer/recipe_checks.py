@@ -258,6 +258,13 @@ def refuse_untrained(model: nn.Module) -> None:
         raise ConfigError(f"recipe.model(): {has}; return one with parameters that require a gradient")
 
 
+def refuse_complex(model: nn.Module, key: str, why: str) -> None:
+    """Raise ConfigError if a setting that takes real weights alone has a complex one to train."""
+    name = next((name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()), None)
+    if name is not None:
+        raise ConfigError(f"{key}: {why}, and {name} is complex; leave it out, or keep the weight as two real ones")
+
+
 def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor, int]]:
     """Return what `recipe.metrics` or another method returned, with counts as plain ints.
 

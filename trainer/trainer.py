@@ -57,7 +57,7 @@ from trainer.optim.made import refuse_state_elsewhere
 from trainer.optim.rates import Rates
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel import sparse
-from trainer.parallel.attributes import attributes_kept, copied, note_changes, owners
+from trainer.parallel.attributes import copied, note_changes, owners, tensors_kept
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
 from trainer.parallel.frozen import TRAINS, changed, follow, followed, refuse_fixed, refuse_in_pass, refuse_unheld
@@ -75,6 +75,7 @@ from trainer.recipe_checks import (
     build_model,
     check_rates,
     parameters_elsewhere,
+    refuse_complex,
     refuse_no_tensors,
     refuse_untrained,
     try_summary,
@@ -257,6 +258,10 @@ class Trainer:
         self.own = {*vars(self), "own"}
 
     def _checked_loss(self) -> CheckedLoss:
+        if self.options.clip_value is not None:
+            refuse_complex(self.module, "trainer.clip_value", "clips real numbers")
+        if self.precision.scaler.is_enabled():
+            refuse_complex(self.module, "trainer.precision=fp16", "scales real gradients")
         named = NamedLosses(self.recipe.loss, lambda: None if self.rehearsing else self.step)
         self.gathered.append((lambda: named.sums(self.data.weights), combined))
         elsewhere = parameters_elsewhere(self.recipe, self.module)
@@ -431,7 +436,7 @@ class Trainer:
         def run_pass(batch: Any) -> None:
             weight = first.weight if batch is first.batch else self.loss.weight(batch)
             data = Step([Micro(copied(batch), weight, [], [])])  # `loss` may take a member out of it
-            with attributes_kept(owners(self.recipe, self.module).values()):
+            with tensors_kept(owners(self.recipe, self.module).values()):
                 self.forward_backward(data, lambda: weight * self.strategy.data_world)
             self.optimizer.zero_grad(set_to_none=True)
 

@@ -345,9 +345,12 @@ def collated(
                 "in the folder's tokenizer_config.json, as to its eos_token"
             ) from error
         if uneven := next((name for name, of_name in lengths.items() if len(of_name) > 1), None):
+            fix = "give recipe.collator=DataCollatorWithPadding, or recipe.text"
+            if type(collate).__name__ == "DataCollatorWithPadding":  # which pads what its tokenizer gives
+                fix = "cut the data to one length, or write collate() of a subclass of recipes.huggingface.HuggingFace"
             raise ConfigError(
                 f"recipe.collator: samples have {uneven} of {min(lengths[uneven])} to {max(lengths[uneven])} items, "
-                "and the collator does not pad; give recipe.collator=DataCollatorWithPadding, or recipe.text"
+                f"and the collator does not pad them; {fix}"
             ) from error
         raise
     found = {name: value for name, value in batch.items() if isinstance(value, Tensor)}

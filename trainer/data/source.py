@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad
+from trainer.data.own_generators import generators_in, seed_each
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref
@@ -50,7 +51,7 @@ class Samples:
     """Samples by reference, without a state. A data worker has a copy.
 
     Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample). So an augmentation depends
-    neither on the number of workers nor on the number of ranks.
+    neither on the number of workers nor on the number of ranks. So are generators that a map-style data set keeps.
 
     Args:
         mixed: For a mixture: the number of shards and the weight of each data set.
@@ -68,6 +69,7 @@ class Samples:
         self.reader, self.counts, self.fingerprint = reader, counts, fingerprint
         self.transform, self.seed, self.mixed = transform, seed, mixed
         self.bases = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        self.generators: list[Any] | None = None  # of the data set; None: nobody has looked in this process
 
     def order(self, lanes: int, block: int) -> Order | Mixture:
         """Return the order of the samples in training."""
@@ -80,6 +82,10 @@ class Samples:
     def __getitem__(self, ref: Ref) -> Any:
         key = mix(self.seed, SAMPLE, ref.epoch, self.bases[ref.shard] + ref.offset)
         seed_all(key)
+        if self.generators is None:
+            self.generators = generators_in(getattr(self.reader, "dataset", None))
+        if self.generators:
+            seed_each(self.generators, key)
         value = self.reader.read(ref)
         return value if self.transform is None else self.transform(value, keyed(key))
 

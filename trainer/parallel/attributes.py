@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from trainer.errors import printable
 from trainer.log import log
 
-SMALL = 1 << 16  # values of a tensor, or members of a list, that are copied: a recipe may hold a data set
-PLAIN = (Tensor, int, float, str, tuple, list, set, dict, type(None))
+SMALL = 1 << 16  # values of a tensor that are copied, members of a list that are looked at: it may be a data set
+PLAIN = (Tensor, tuple, list, dict, type(None))
 
 
 def owners(recipe: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -26,34 +26,37 @@ def plain(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def attributes_kept(places: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Put back what discarded passes change: numbers, texts, tuples, and small tensors, lists, sets and dicts."""
-    before = [(own, name, value, content(value)) for own in places for name, value in plain(own)]
+def tensors_kept(places: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Put back the attributes with tensors that discarded passes change: a hidden state. Counters count these passes.
+
+    A tensor of more than `SMALL` values that is changed in place stays changed.
+    """
+    before = [(own, dict(own)) for own in places]
+    inside = [t for own, values in before for _, value in plain(values) for t in tensors(value) if t.numel() <= SMALL]
+    content = [(t, t._version, t.detach().clone()) for t in inside]
     try:
         yield
     finally:
-        for own, name, value, members in before:
-            own[name] = value
-            if isinstance(value, Tensor) and members is not None and value._version != members[0]:
+        for own, values in before:
+            for name in [name for name, value in plain(own) if other(value, values.get(name))]:
+                if name in values:
+                    own[name] = values[name]
+                else:
+                    del own[name]
+        for tensor, version, value in content:
+            if tensor._version != version:
                 with torch.no_grad():
-                    value.copy_(members[1])
-            elif isinstance(value, list) and members is not None:
-                value[:] = members
-            elif isinstance(value, set | dict) and members is not None:
-                value.clear()
-                value.update(members)
+                    tensor.copy_(value)
+
+
+def other(after: Any, before: Any) -> bool:
+    """Return whether an attribute has a tensor now, or had one, that it has not both times."""
+    return list(map(id, tensors(after))) != list(map(id, tensors(before)))
 
 
 def copied(batch: Any) -> Any:
     """Return a batch whose members can be taken out of it: a copy of a dict or a list, not of tensors."""
     return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
-
-
-def content(value: Any) -> Any:
-    """Return a copy of what may change in place; None if nothing does, or it is large."""
-    if isinstance(value, Tensor):
-        return (value._version, value.detach().clone()) if value.numel() <= SMALL else None
-    return value.copy() if isinstance(value, list | set | dict) and len(value) <= SMALL else None
 
 
 def tensors(value: Any) -> list[Tensor]:
