@@ -1,5 +1,6 @@
 """Parameters without a shape, and complex ones: trained, or refused with the fix before anything starts."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from trainer.callbacks.grad_compress import GradCompress
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
@@ -116,3 +118,51 @@ def test_an_extra_state_that_no_checkpoint_can_have_is_refused_with_the_fix_whic
     resumed = made(lambda: Extra(True), run_dir="runs/b", resume="auto")
     resumed.fit()
     assert torch.equal(resumed.module.weight, straight.module.weight)  # pyright: ignore[reportArgumentType]
+
+
+class Scaled(Raw):
+    """The loss has a weight of its own, as ArcFace's and those of uncertainty weighting have."""
+
+    def __init__(self, trains: bool = True, grad: bool = True) -> None:
+        super().__init__(lambda: nn.Linear(4, 1))
+        self.criterion, self.grad = nn.Linear(1, 1).requires_grad_(trains), grad
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            target = self.criterion(batch[1])
+        return nn.functional.mse_loss(model(batch[0]), target)
+
+
+def test_a_parameter_outside_of_the_model_that_the_loss_trains_is_refused():
+    def train(recipe: Any) -> int:
+        return Trainer(recipe, batch=16, options=Options(max_steps=1), data=DataOptions(workers=0)).fit()["steps"]
+
+    with pytest.raises(ConfigError, match=r"^recipe\.criterion\.weight: gets a gradient .* let model\(\) return a "):
+        train(Scaled())
+    assert train(Scaled(trains=False)) == train(Scaled(grad=False)) == 1  # frozen; a teacher without a graph
+
+    class Inside(Scaled):
+        def model(self) -> nn.Module:
+            model = nn.Linear(4, 1)
+            model.criterion = self.criterion
+            return model
+
+    assert train(Inside()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clip_value": 0.1}, r"trainer\.clip_value: "),
+        ({"precision": "fp16"}, r"trainer\.precision=fp16: "),
+    ],
+)
+def test_a_setting_of_real_weights_alone_is_refused_with_complex_ones(options, words):
+    with pytest.raises(ConfigError, match=rf"^{words}.*, and weight is complex; leave it out, or keep "):
+        made(Complex, **options)
+
+
+def test_codecs_are_refused_with_complex_weights():
+    callback = GradCompress("powersgd")
+    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress: codecs send real .*, and weight is "):
+        callback.wrap_reduce(SimpleNamespace(module=Complex()), SimpleNamespace())

@@ -45,10 +45,17 @@ class CheckedLoss:
     Args:
         weight: Counts the items of a batch. A loss of no items needs no gradient.
         defers: A callback steps weights during a pass, so a change in place may not be the recipe's.
+        elsewhere: The parameters that the recipe has outside of the model, by id.
     """
 
-    def __init__(self, loss: Callable[..., Any], weight: Callable[[Any], int], defers: bool = False) -> None:
-        self.loss, self.weight, self.defers = loss, weight, defers
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        weight: Callable[[Any], int],
+        defers: bool = False,
+        elsewhere: Mapping[int, str] | None = None,
+    ) -> None:
+        self.loss, self.weight, self.defers, self.elsewhere = loss, weight, defers, elsewhere or {}
         self.compute: Callable[[nn.Module, Any], Tensor] = self._check
 
     def _check(self, model: nn.Module, batch: Any) -> Tensor:
@@ -64,6 +71,7 @@ class CheckedLoss:
                 ) from None
             raise
         check_loss(loss)
+        refuse_trained_elsewhere(loss, self.elsewhere)
         if torch.is_grad_enabled() and not loss.requires_grad:
             if self.weight(batch):
                 raise without_gradient(loss)
@@ -91,6 +99,31 @@ class CheckedLoss:
             return None
         mistake = next((mistake for part, mistake in MISTAKES.items() if part in text), None)
         return ConfigError(f"recipe.loss(): {mistake}") if mistake else None
+
+
+def parameters_elsewhere(recipe: Any, model: nn.Module) -> dict[int, str]:
+    """Return the parameters that attributes of the recipe have and the model has not: id -> name."""
+    known, found = set(map(id, model.parameters())), dict[int, str]()
+    for name, value in getattr(recipe, "__dict__", {}).items():
+        own = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        found |= {id(p): f"{name}.{inner}".rstrip(".") for inner, p in own if isinstance(p, nn.Parameter)}
+    return {key: name for key, name in found.items() if key not in known}
+
+
+def refuse_trained_elsewhere(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
+    """Raise ConfigError if a loss has a gradient for a parameter that no optimizer steps."""
+    ahead, seen = [loss.grad_fn] if elsewhere else [], set[Any]()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        ahead += [following for following, _ in node.next_functions]
+        if name := elsewhere.get(id(getattr(node, "variable", None))):
+            raise ConfigError(
+                f"recipe.{name}: gets a gradient from the loss, and is no parameter of the model, so no optimizer "
+                "steps it; let model() return a module that has it, or freeze it by requires_grad_(False)"
+            )
 
 
 def is_one_number(value: Any) -> bool:
@@ -223,6 +256,13 @@ def refuse_untrained(model: nn.Module) -> None:
     if not any(p.requires_grad for p in parameters):
         has = f"all {len(parameters)} parameters are frozen" if parameters else "the model has no parameters"
         raise ConfigError(f"recipe.model(): {has}; return one with parameters that require a gradient")
+
+
+def refuse_complex(model: nn.Module, key: str, why: str) -> None:
+    """Raise ConfigError if a setting that takes real weights alone has a complex one to train."""
+    name = next((name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()), None)
+    if name is not None:
+        raise ConfigError(f"{key}: {why}, and {name} is complex; leave it out, or keep the weight as two real ones")
 
 
 def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor, int]]:

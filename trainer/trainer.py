@@ -58,6 +58,7 @@ from trainer.optim.made import refuse_state_elsewhere
 from trainer.optim.rates import RATE, Rates
 from trainer.optim.schedule import Constant, Schedule
 from trainer.parallel import sparse
+from trainer.parallel.attributes import copied, note_changes, owners, tensors_kept
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
 from trainer.parallel.frozen import TRAINS, changed, follow, followed, refuse_fixed, refuse_in_pass, refuse_unheld
@@ -75,6 +76,8 @@ from trainer.recipe_checks import (
     CheckedLoss,
     build_model,
     check_rates,
+    parameters_elsewhere,
+    refuse_complex,
     refuse_no_tensors,
     refuse_untrained,
     try_summary,
@@ -228,10 +231,7 @@ class Trainer:
             module.train()
         self.module = self._wrap("wrap_model", self.precision.convert(module))
         self.eval_model = self.global_model = self.module  # is validated, is saved
-        named = NamedLosses(self.recipe.loss, lambda: None if self.rehearsing else self.step)
-        self.gathered.append((lambda: named.sums(self.data.weights), combined))
-        weight = weight_of(self.recipe) or count_samples
-        self.loss = CheckedLoss(self.precision.cast(named), weight, self.defers)
+        self.loss = self._checked_loss()
         refuse_untrained(self.module)
         self.parameters = trained(self.module)
         if self.world > 1 and (self.hooks["wrap_reduce"] or sparse.sparse_weights(self.module)):  # else DDP's, in C++
@@ -259,6 +259,17 @@ class Trainer:
         self._try_recipe()
         self._compose()
         self.own = {*vars(self), "own"}
+
+    def _checked_loss(self) -> CheckedLoss:
+        if self.options.clip_value is not None:
+            refuse_complex(self.module, "trainer.clip_value", "clips real numbers")
+        if self.precision.scaler.is_enabled():
+            refuse_complex(self.module, "trainer.precision=fp16", "scales real gradients")
+        named = NamedLosses(self.recipe.loss, lambda: None if self.rehearsing else self.step)
+        self.gathered.append((lambda: named.sums(self.data.weights), combined))
+        elsewhere = parameters_elsewhere(self.recipe, self.module)
+        weight = weight_of(self.recipe) or count_samples
+        return CheckedLoss(self.precision.cast(named), weight, self.defers, elsewhere)
 
     def _build_model(self, optimizer: Callable[[Groups], Optimizer]) -> nn.Module:
         """Return the recipe's model; find its groups, and freeze, before callbacks cut it or wait for gradients."""
@@ -390,6 +401,7 @@ class Trainer:
         del first  # an exhausted iterator lets its data go
         if self.plan.resumed:
             training_state.load(self, self.plan.resumed)
+            self.stream = note_changes(self.stream, self.recipe, self.module)
         elif self.options.init_from:
             load_weights(self.module, self.options.init_from)
         now = time.monotonic()
@@ -428,7 +440,9 @@ class Trainer:
             if running.clock is not self.clock:  # a callback that measures has started it
                 self._compose()
             weight = first.weight if batch is first.batch else self.loss.weight(batch)
-            self.forward_backward(Step([Micro(batch, weight, [], [])]), lambda: weight * self.strategy.data_world)
+            data = Step([Micro(copied(batch), weight, [], [])])  # `loss` may take a member out of it
+            with tensors_kept(owners(self.recipe, self.module).values()):
+                self.forward_backward(data, lambda: weight * self.strategy.data_world)
             self.optimizer.zero_grad(set_to_none=True)
 
         self.rehearsing = True

@@ -39,6 +39,7 @@ class HuggingFace:
         data: `.jsonl` files, a folder that `datasets` has saved, or tar shards whose samples have a `json`.
         val_data: The same, for validation; None: `data` if it is a `datasets` folder of splits, else no validation.
         architecture: A class of transformers; None: the one that config.json names.
+        config_args: Settings that replace those of config.json, such as `num_labels`.
         pretrained: Whether weights are loaded; None: if they are there. Without them, weights are random.
         text: The key of text to tokenize; None: samples have the model's inputs.
         max_length: Tokens of a text, at most; None: the tokenizer's.
@@ -60,6 +61,7 @@ class HuggingFace:
         data: str | list[str],
         val_data: str | list[str] | None = None,
         architecture: str | None = None,
+        config_args: dict | None = None,
         pretrained: bool | None = None,
         text: str | None = None,
         max_length: int | None = None,
@@ -80,7 +82,7 @@ class HuggingFace:
             raise ConfigError("recipe.merge_lora=true: the run has no adapters; give recipe.lora, or leave it out")
         self.lora, self.merge_lora = lora, merge_lora
         self.source, self.sources = model, {"train": data, "val": val_data}
-        self.architecture, self.pretrained = architecture, pretrained
+        self.architecture, self.config_args, self.pretrained = architecture, config_args or {}, pretrained
         self.text, self.max_length = text, max_length
         self.collator, self.collator_args = collator, collator_args or {}
         self.schedule = TransformersSchedule(
@@ -95,7 +97,15 @@ class HuggingFace:
         from transformers import AutoConfig
 
         with in_one_line(f"recipe.model={self.source}"):
-            return AutoConfig.from_pretrained(self.source, trust_remote_code=False)  # None would ask on stdin
+            how = {"trust_remote_code": False, "return_unused_kwargs": True, **self.config_args}  # None asks on stdin
+            pair: Any = AutoConfig.from_pretrained(self.source, **how)
+        found, unused = pair
+        if other := sorted(set(unused).intersection(self.config_args)):
+            known = ["num_labels", *(name for name in vars(found) if not name.startswith("_"))]
+            raise ConfigError(
+                f"recipe.config_args.{other[0]}: config.json has no such setting; {nearest(other[0], known)}"
+            )
+        return found
 
     @cached_property
     def kind(self) -> Any:
@@ -138,9 +148,11 @@ class HuggingFace:
             if self.loads_weights:
                 refuse_quantized(self.config, f"recipe.model={self.source}")
                 how = {"config": self.config, "dtype": torch.float32, "output_loading_info": True}
+                how["ignore_mismatched_sizes"] = True  # they are refused below, by name
                 how["trust_remote_code"] = False
                 refuse_astray_index(Path(self.source), f"recipe.model={self.source}")
                 made, found = self.kind.from_pretrained(self.source, **how)
+                refuse_mismatched(found["mismatched_keys"], self.source)
                 return made if self.lora is None else adapted(made, self.lora, found["missing_keys"])
             if self.lora is not None:
                 raise ConfigError(
@@ -250,7 +262,9 @@ class HuggingFace:
     def metrics(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
         """Return the loss, and with one label for each row of logits the accuracy."""
         output, weight = self._run(model, batch), self.weight(batch)
-        found = {"loss": (loss_of(output, batch) * weight, weight)}
+        own = type(self).loss is not HuggingFace.loss  # of a subclass, which may take labels out of the batch
+        loss = self.loss(model, dict(batch)) if own else loss_of(output, batch)
+        found = {"loss": (loss * weight, weight)}
         labels, logits = batch.get("labels"), output.get("logits") if isinstance(output, Mapping) else None
         if labels is None or logits is None or labels.is_floating_point() or logits.shape[:-1] != labels.shape:
             return found
@@ -293,6 +307,16 @@ class HuggingFace:
             self.tokenizer.save_pretrained(folder)
 
 
+def refuse_mismatched(keys: Any, source: str) -> None:
+    """Raise ConfigError if weights of the folder have other shapes than the config gives them."""
+    if keys:
+        name, own, other = sorted(keys)[0]
+        raise ConfigError(
+            f"recipe.model={source}: {name} has the shape {tuple(own)}, and the config asks for {tuple(other)}; leave "
+            "recipe.config_args out, or give a folder without this weight"
+        )
+
+
 def refuse_quantized(config: Any, key: str) -> None:
     """Raise ConfigError if transformers would load weights that an optimizer can't step."""
     if (quantized := getattr(config, "quantization_config", None)) is not None:
@@ -321,9 +345,12 @@ def collated(
                 "in the folder's tokenizer_config.json, as to its eos_token"
             ) from error
         if uneven := next((name for name, of_name in lengths.items() if len(of_name) > 1), None):
+            fix = "give recipe.collator=DataCollatorWithPadding, or recipe.text"
+            if type(collate).__name__ == "DataCollatorWithPadding":  # which pads what its tokenizer gives
+                fix = "cut the data to one length, or write collate() of a subclass of recipes.huggingface.HuggingFace"
             raise ConfigError(
                 f"recipe.collator: samples have {uneven} of {min(lengths[uneven])} to {max(lengths[uneven])} items, "
-                "and the collator does not pad; give recipe.collator=DataCollatorWithPadding, or recipe.text"
+                f"and the collator does not pad them; {fix}"
             ) from error
         raise
     found = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -331,9 +358,11 @@ def collated(
         value = found.get(name)
         if value is None or value.is_floating_point() or not value.numel() or (most := int(value.max())) < limit:
             continue
+        fix = "the tokenizer that the model is for, or a model of that size"
+        if setting == "num_labels":
+            fix = f"recipe.config_args.num_labels={most + 1}, or the labels that the model is for"
         raise ConfigError(
-            f"recipe.data: {name} has the number {most}, and the model's config.json has {setting}={limit}; give the "
-            "tokenizer or the labels that the model is for, or a model of that size"
+            f"recipe.data: {name} has the number {most}, and the model's config.json has {setting}={limit}; give {fix}"
         )
     return found
 

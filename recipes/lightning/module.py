@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from recipes.lightning.attached import AttachedTrainer, short_name
+from recipes.lightning.code import logger_uses
 from recipes.lightning.honoured import DATAMODULE, HOOKS, LATER, LOG, MODULE
 from trainer.errors import ConfigError
 
@@ -148,6 +149,7 @@ def refuse_unsupported(module: Any) -> None:
         if not overrides(module, method):
             raise ConfigError(f"recipe.module: {name} has no {method}; define it")
     refuse_parameters(module)
+    refuse_logger(module)
     refuse_overridden(module, "recipe.module", REMOVED)
     refuse_overridden(
         module, "recipe.module", HOOKS.refused, set() if module.configure_callbacks() else {"configure_callbacks"}
@@ -165,6 +167,18 @@ def refuse_parameters(module: Any) -> None:
                 f"recipe.module: {type(module).__name__}.{step} takes {', '.join(given)}, and Echelon gives batch, "
                 "batch_idx and dataloader_idx; leave it out"
             )
+
+
+def refuse_logger(module: Any) -> None:
+    """Raise ConfigError if a hook takes something from `self.logger`, which is None, and does not look first."""
+    if isinstance(getattr(type(module), "logger", None), property) and overrides(module, "logger"):
+        return
+    methods = [name for name in HOOKS.given if overrides(module, name)]
+    if use := next(logger_uses(type(module), methods), None):
+        raise ConfigError(
+            f"recipe.module: {type(module).__name__}.{use[0]} uses self.logger.{use[1]}, and self.logger is None here, "
+            "as with logger=False; give numbers to self.log, or put the line under `if self.logger:`"
+        )
 
 
 def refuse_data(source: Any) -> None:

@@ -201,6 +201,54 @@ def test_the_weight_of_a_batch_counts_labels(tmp_path):
     assert classifier.weight({"x": torch.zeros(4, 2), "labels": torch.zeros(4, 2)}) == 4
 
 
+def test_a_new_head_has_the_number_of_labels_that_config_args_gives(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    BertModel(BertConfig(**sizes, vocab_size=10)).save_pretrained(tmp_path / "base")
+    rows = [{"input_ids": [1, 2], "labels": label} for label in (0, 4)]
+
+    def recipe(folder: str = "base", **given: Any) -> HuggingFace:
+        own = {"architecture": "BertForSequenceClassification", "config_args": given}
+        return HuggingFace(str(tmp_path / folder), "x.jsonl", **own)
+
+    with pytest.raises(ConfigError, match=r"has num_labels=2; give recipe\.config_args\.num_labels=5, or the labels"):
+        recipe().collate(rows)
+    own = recipe(num_labels=5)
+    torch.manual_seed(3)
+    ours = own.model()
+    torch.manual_seed(3)
+    theirs = BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=5)
+    batch = own.collate(rows)
+    assert torch.equal(own.loss(ours.eval(), batch), theirs.eval()(**batch).loss)
+    with pytest.raises(ConfigError, match=r"^recipe\.config_args\.num_label: .* did you mean num_labels"):
+        recipe(num_label=5).model()
+    ours.save_pretrained(tmp_path / "five")
+    words = (
+        r"five: classifier\.bias has the shape \(5,\), and the config asks for \(7,\); leave recipe\.config_args out"
+    )
+    with pytest.raises(ConfigError, match=words):
+        recipe("five", num_labels=7).model()
+
+
+class Weighted(HuggingFace):
+    """The first example of transformers' page on its Trainer: `compute_loss` takes the labels out of the inputs."""
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        labels = batch.pop("labels")
+        return torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0]))(model(**batch).logits, labels)
+
+
+def test_the_loss_of_a_subclass_is_the_loss_of_its_validation(tmp_path):
+    write_bert(tmp_path)
+    recipe = Weighted(str(tmp_path / "bert"), str(tmp_path / "films.jsonl"))
+    model = recipe.model().eval()
+    batch = {"input_ids": torch.tensor([[5, 7], [6, 7]]), "labels": torch.tensor([0, 1])}
+    found = recipe.metrics(model, batch)
+    assert (found["loss"][0] / found["loss"][1]).item() == pytest.approx(recipe.loss(model, dict(batch)).item())
+    assert found["accuracy"][1] == len(batch["labels"])
+
+
 def test_samples_of_several_lengths_without_a_tokenizer_are_one_line():
     from transformers.data.data_collator import default_data_collator
 

@@ -109,6 +109,49 @@ def test_what_lightning_1_called_is_refused(methods, words):
         by_echelon(module_with(**methods), modules().Numbers(), max_epochs=1)
 
 
+def unguarded(self: Any) -> None:
+    self.logger.experiment.add_histogram("w", self.encoder.weight, self.current_epoch)
+
+
+def helped(self: Any) -> None:
+    [self.helper(name) for name in ("a", "b")]
+
+
+def helper(self: Any, name: str) -> None:
+    self.trainer.logger.log_metrics({name: 1.0})
+
+
+def guarded(self: Any) -> None:
+    if self.logger:
+        self.logger.experiment.add_histogram("w", self.encoder.weight, self.current_epoch)
+    if self.logger is not None:
+        unguarded(self)
+
+
+@pytest.mark.parametrize(
+    ("methods", "words"),
+    [
+        (
+            {"on_train_epoch_end": unguarded},
+            r"on_train_epoch_end uses self\.logger\.experiment, and .* None here",
+        ),
+        (
+            {"on_train_start": helped, "helper": helper},
+            r"helper uses self\.logger\.log_metrics, .* `if self\.logger:`",
+        ),
+        ({"on_train_epoch_end": guarded}, None),
+        ({"on_test_start": unguarded, "unused": unguarded}, None),
+    ],
+)
+def test_what_a_hook_takes_from_the_logger_is_refused_unless_it_looks_first(methods, words):
+    module = module_with(**methods)
+    if words is None:
+        by_echelon(module, modules().Numbers(), max_epochs=1)
+        return
+    with pytest.raises(ConfigError, match=rf"^recipe\.module: Own\.{words}"):
+        by_echelon(module, modules().Numbers(), max_epochs=1)
+
+
 def test_an_argument_of_a_step_that_has_a_default_keeps_it():
     seen: list[Any] = []
 

@@ -16,6 +16,7 @@ from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError
 from trainer.log import log
+from trainer.recipe_checks import refuse_complex
 
 
 class GradCompress(Callback):
@@ -67,6 +68,7 @@ class GradCompress(Callback):
             self.requires = {"hierarchical": "level=inter compresses between nodes; add hierarchical, or use level=all"}
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
+        refuse_complex(trainer.module, "callbacks.grad_compress", "codecs send real numbers")
         if self.level == "all":
             if self.codec.gathers and not isinstance(reduce, AllReduce):
                 raise ConfigError(

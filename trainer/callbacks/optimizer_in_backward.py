@@ -17,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.optim.partial_step import PartialStep
+from trainer.optim.probe import refuse_coupled
 from trainer.optim.wrapper import OptimizerProxy
 from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import SingleDevice
@@ -68,6 +69,7 @@ class OptimizerInBackward(Callback):
                 f"callbacks.optimizer_in_backward: needs whole gradients on each rank, and {kind} lays them out; "
                 "leave one out"
             )
+        refuse_coupled(optimizer, "callbacks.optimizer_in_backward", by_parameter=True)
         self.trainer, self.partial = trainer, PartialStep(optimizer)
         return OptimizerProxy(optimizer, self._end_step)
 

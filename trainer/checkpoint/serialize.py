@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.manifest import Damaged, opened
 from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.errors import ConfigError
+from trainer.optim.probe import kept_of, put_kept
 
 STATE = "state.json"
 STATE_BYTES = 256 << 20  # a larger file is refused
@@ -88,8 +89,12 @@ ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # 
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the live state of each parameter that `optimizer` trains, by its name in `module`, without settings."""
-    return {name: dict(optimizer.state.get(p, {})) for name, (p, _) in _trained(optimizer, module).items()}
+    """Return the live state of each parameter that `optimizer` trains, by its name in `module`, without settings.
+
+    Numbers of its group, or of the optimizer, that steps change are in the state of each parameter.
+    """
+    trained = _trained(optimizer, module)
+    return {name: {**optimizer.state.get(p, {}), **kept_of(optimizer, own)} for name, (p, own) in trained.items()}
 
 
 def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -107,13 +112,15 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
         )
     for name, (parameter, group) in trained.items():
         on_device = bool(group.get("fused") or group.get("capturable") or "t0" in group)  # t0: ASGD, maybe in a proxy
-        for key, value in state[name].items():
+        own = dict(state[name])
+        put_kept(optimizer, group, own)
+        for key, value in own.items():
             if key in ELEMENTWISE and isinstance(value, Tensor) and value.shape != parameter.shape:
                 raise ConfigError(
                     f"trainer.resume: the optimizer state {key} of {name} has shape {tuple(value.shape)}, and the "
                     f"parameter {tuple(parameter.shape)}; give another one, or trainer.init_from for the weights alone"
                 )
-        optimizer.state[parameter] = _place(dict(state[name]), "", parameter, on_device)
+        optimizer.state[parameter] = _place(own, "", parameter, on_device)
 
 
 class Pack:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from trainer.config.training_arguments_table import (
     OLD_DEFAULTS,
     OLD_WITHOUT_EFFECT,
     REFUSED,
+    SEQ2SEQ,
     WITHOUT_EFFECT,
 )
-from trainer.errors import ConfigError, nearest
+from trainer.errors import ConfigError
 from trainer.process.environment import detect
 
 WORD = re.compile(r"\+*recipe\.args=(.*)")
@@ -172,12 +174,14 @@ def refusals(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield each argument that Echelon lacks, with what to do instead."""
     known = {*GIVEN, *WITHOUT_EFFECT, *OLD_GIVEN, *OLD_WITHOUT_EFFECT}
     others = {name: value for name, value in given.items() if name not in known and value not in ("", [], {})}
-    defaults = default_values() if others else {}
+    defaults, elsewhere = default_values() if others else {}, OLD | SEQ2SEQ
     for name, value in others.items():
-        if name not in REFUSED and name not in OLD:
-            yield f"{name}: is no argument of transformers; {nearest(name, {*GIVEN, *WITHOUT_EFFECT, *REFUSED})}"
-        elif name in OLD and value not in OLD_DEFAULTS:
-            yield f"{name}={shown(value)}: {OLD[name]}"
+        if name not in REFUSED and name not in elsewhere:
+            near = get_close_matches(name, [*GIVEN, *WITHOUT_EFFECT, *REFUSED], 3)
+            fix = f"did you mean {' or '.join(near)}?" if near else "remove it"
+            yield f"{name}: is no argument of transformers' TrainingArguments; {fix}"
+        elif name in elsewhere and value not in OLD_DEFAULTS:
+            yield f"{name}={shown(value)}: {elsewhere[name]}"
         elif name in REFUSED and value != defaults.get(name) and (value is not False or defaults.get(name) is True):
             yield f"{name}={shown(value)}: Echelon has no such setting; {REFUSED[name]}"
     yield from refused_values(given)

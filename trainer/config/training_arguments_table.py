@@ -140,6 +140,12 @@ OLD = {  # names of older versions of transformers -> the new name, or what to d
     "fsdp_transformer_layer_cls_to_wrap": "give callbacks.shard.blocks",
     "ray_scope": "remove it",
 }
+GENERATES = "a validation computes the loss, and generates nothing; generate with the model in export/"
+SEQ2SEQ = {  # of Seq2SeqTrainingArguments -> what to do instead, if it is given
+    "sortish_sampler": ORDER,
+    **dict.fromkeys(("predict_with_generate", "generation_max_length", "generation_num_beams"), GENERATES),
+    "generation_config": GENERATES,
+}
 OLD_DEFAULTS = (False, -1, 0, "auto", "last", "no", "O1")
 OLD_WITHOUT_EFFECT = {  # of older versions, or of an object written with its caches
     "overwrite_output_dir", "logging_dir", "save_safetensors", "include_inputs_for_metrics", "push_to_hub_model_id",

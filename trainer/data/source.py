@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad
+from trainer.data.own_generators import generators_in, seed_each
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref
@@ -52,7 +53,7 @@ class Samples:
     """Samples by reference, without a state. A data worker has a copy.
 
     Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample). So an augmentation depends
-    neither on the number of workers nor on the number of ranks.
+    neither on the number of workers nor on the number of ranks. So are generators that a map-style data set keeps.
 
     Args:
         mixed: For a mixture: the number of shards and the weight of each data set.
@@ -70,6 +71,7 @@ class Samples:
         self.reader, self.counts, self.fingerprint = reader, counts, fingerprint
         self.transform, self.seed, self.mixed = transform, seed, mixed
         self.bases = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        self.generators: list[Any] | None = None  # of the data set; None: nobody has looked in this process
 
     def order(self, lanes: int, block: int) -> Order | Mixture:
         """Return the order of the samples in training."""
@@ -98,9 +100,13 @@ class Samples:
         good: list[Any] = []
         bad: list[Bad] = []
         read, transform = self.reader.read, self.transform
+        if self.generators is None:
+            self.generators = generators_in(getattr(self.reader, "dataset", None))
         for ref, key in zip(refs, self._keys(refs), strict=True):
             try:
                 seed_all(key)
+                if self.generators:
+                    seed_each(self.generators, key)
                 value = read(ref)
                 good.append(value if transform is None else transform(value, keyed(key)))
             except Dropped:

@@ -16,6 +16,7 @@ from trainer.config.parameter_groups import NOT_SETTINGS, check_groups
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
 from trainer.optim.made import rate_of, refuse_unusable
+from trainer.optim.probe import probe
 
 Groups = Iterable[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
@@ -180,6 +181,7 @@ def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | N
         raise ConfigError("recipe.model(): no parameter requires a gradient; unfreeze some parameters")
     made = tried(make, groups)
     refuse_unusable(made, groups)
+    probe(made)
     for rule in rules.rules if rules else ():
         refuse_settings(rule, make, made, groups)
     for i, group in enumerate(made.param_groups):

@@ -62,7 +62,8 @@ def refuse_others(optimizer: Optimizer, known: set[int]) -> None:
     if other is not None:
         raise ConfigError(
             f"optimizer: {type(optimizer).__name__} has a tensor of shape {tuple(other.shape)}, which is no parameter "
-            "of the model that trains; make the optimizer of the groups that the function is given"
+            "of the model that trains; make the optimizer of the groups that the function is given, and let model() "
+            "return a module that has all parameters"
         )
 
 

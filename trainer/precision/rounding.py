@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
+from trainer.optim.probe import refuse_coupled
 from trainer.rng import ROUNDING, mix
 
 CHUNK = 1 << 24  # elements that have float32 copies at a time, unless a single parameter has more
@@ -51,6 +52,7 @@ def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callab
         module: Gives each parameter its number, by the order of names.
         step: Returns the number of steps done.
     """
+    refuse_coupled(optimizer, "trainer.master_weights=false", by_parameter=True)
     numbers: dict[Tensor, int] = {p: i for i, p in enumerate(module.parameters())}
     # Without the hooks of a step, which run once around all chunks.
     plain: Any = type(optimizer).step.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]

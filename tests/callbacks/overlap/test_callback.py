@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
@@ -108,6 +109,15 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
 
 
+class Pruned(nn.Sequential):
+    """Hooks of the modules make the weights before each call, of parameters with other names."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        for name in "02":
+            prune.l1_unstructured(self.get_submodule(name), "weight", 0.5)
+
+
 class Images(nn.Module):
     """Weights that do not lie in memory row by row, which fused optimizers walk as they lie."""
 
@@ -167,11 +177,12 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulate": 2, "net": Tied},
     "buffers": {"accumulate": 2, "net": Normed},
     "images": {"net": Images},
+    "pruned": {"net": Pruned},
     "sgd": {"optimizer": lambda groups: sgd(groups, nesterov=True, weight_decay=0.1)},
     "lamb": {"optimizer": lambda groups: lamb(groups, weight_decay=0.1), "schedule": Linear(warmup=3)},
     "bf16": {"precision": "bf16"},
 }  # fmt: skip
-QUICK = ("int8", "hierarchical", "tied", "accumulate")  # in each run of the tests
+QUICK = ("int8", "hierarchical", "pruned", "accumulate")  # in each run of the tests
 
 
 def train(place: Place, case: str, overlapped: bool) -> tuple[list[bytes], list[int], dict[str, float]]:

@@ -16,6 +16,7 @@ from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.optim.partial_step import PartialStep
+from trainer.optim.probe import refuse_coupled
 from trainer.optim.wrapper import OptimizerProxy
 
 
@@ -61,6 +62,7 @@ class Overlap(Callback):
         return self.record.timed(reduce)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
+        refuse_coupled(optimizer, "callbacks.overlap", by_parameter=True)
         self.trainer, self.steps = trainer, PartialStep(optimizer)
         return OptimizerProxy(optimizer, self.defer)
 
@@ -77,10 +79,13 @@ class Overlap(Callback):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.order: list[int] = trainer.ranks.first(self.record.order())
         trainer.strategy.unwrap()
-        self.hooks = [trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module))]
+        share = lambda module, _: self._share_buffers(module)  # noqa: E731
+        # Before the hooks of others, which may make a weight of parameters, as those of torch.nn.utils.prune do.
+        self.hooks = [trainer.module.register_forward_pre_hook(share, prepend=True)]
         for module, params in needs.items():
             buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
-            self.hooks += [module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets))]
+            finish = lambda *_, buckets=buckets: self._finish(buckets)  # noqa: E731
+            self.hooks.append(module.register_forward_pre_hook(finish, prepend=True))
         rest = trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))
         self.hooks += [rest, *(p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters)]
 

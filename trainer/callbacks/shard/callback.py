@@ -16,6 +16,7 @@ from trainer.comm.reduce import AllReduce, Reduce
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
+from trainer.optim.probe import refuse_coupled
 from trainer.parallel.fsdp import FSDP
 from trainer.parallel.strategy import Strategy
 
@@ -99,6 +100,7 @@ class Shard(Callback):
         return strategy
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Optimizer:
+        refuse_coupled(optimizer, "callbacks.shard")
         strategy = trainer.strategy
         if isinstance(strategy, ZeRO1):
             strategy.owners.attach(optimizer)

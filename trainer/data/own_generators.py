@@ -1,0 +1,59 @@
+"""Random generators that a data set or its transforms keep as attributes, seeded for each sample as global ones are."""
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.rng import GOLDEN, MASK
+
+KINDS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
+LEAVES = (str, bytes, int, float, Tensor, np.ndarray, nn.Module, type, FunctionType, ModuleType, type(None))
+MOST = 10_000  # objects that are looked at
+MEMBERS = 100  # of a list or a dict: longer ones have samples
+
+
+def generators_in(root: Any) -> list[Any]:
+    """Return the generators in the attributes of an object, of its class, and of what these have. Each comes once."""
+    ahead, seen, found = deque([root]), {id(root)}, list[Any]()
+    while ahead and len(seen) < MOST:
+        value = ahead.popleft()
+        if isinstance(value, KINDS):
+            found.append(value)
+            continue
+        for part in parts_of(value):
+            if id(part) not in seen and not isinstance(part, LEAVES):
+                seen.add(id(part))
+                ahead.append(part)
+    return found
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple | dict):
+        if len(value) <= MEMBERS:
+            yield from value.values() if isinstance(value, dict) else value
+        return
+    own = getattr(value, "__dict__", None)
+    yield from own.values() if isinstance(own, dict) else ()
+    of_class = (each for kind in type(value).__mro__ for each in vars(kind).values())
+    yield from (each for each in of_class if isinstance(each, KINDS))
+
+
+def seed_each(generators: list[Any], key: int) -> None:
+    """Seed the generators, each by another number that follows from `key`."""
+    for generator in generators:
+        key = key + GOLDEN & MASK
+        if isinstance(generator, np.random.RandomState):
+            generator.seed(key & 0xFFFFFFFF)
+        elif isinstance(generator, np.random.Generator):
+            kind: Any = type(generator.bit_generator)
+            generator.bit_generator.state = kind(key).state
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(key & (MASK >> 1))
+        else:
+            generator.seed(key)

@@ -1,0 +1,95 @@
+"""Attributes of a recipe and of modules that passes change, such as a hidden state: they are no buffers."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import printable
+from trainer.log import log
+
+SMALL = 1 << 16  # values of a tensor that are copied, members of a list that are looked at: it may be a data set
+PLAIN = (Tensor, tuple, list, dict, type(None))
+
+
+def owners(recipe: Any, module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes of the recipe and of the model's modules, by the owner's name."""
+    found = {"recipe": vars(recipe)} if hasattr(recipe, "__dict__") else {}
+    return found | {f"model.{name}".rstrip("."): vars(part) for name, part in module.named_modules()}
+
+
+def plain(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in own.items() if not name.startswith("_") and isinstance(value, PLAIN))
+
+
+@contextmanager
+def tensors_kept(places: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Put back the attributes with tensors that discarded passes change: a hidden state. Counters count these passes.
+
+    A tensor of more than `SMALL` values that is changed in place stays changed.
+    """
+    before = [(own, dict(own)) for own in places]
+    inside = [t for own, values in before for _, value in plain(values) for t in tensors(value) if t.numel() <= SMALL]
+    content = [(t, t._version, t.detach().clone()) for t in inside]
+    try:
+        yield
+    finally:
+        for own, values in before:
+            for name in [name for name, value in plain(own) if other(value, values.get(name))]:
+                if name in values:
+                    own[name] = values[name]
+                else:
+                    del own[name]
+        for tensor, version, value in content:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
+
+
+def other(after: Any, before: Any) -> bool:
+    """Return whether an attribute has a tensor now, or had one, that it has not both times."""
+    return list(map(id, tensors(after))) != list(map(id, tensors(before)))
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch whose members can be taken out of it: a copy of a dict or a list, not of tensors."""
+    return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and dicts."""
+    if isinstance(value, tuple | list | dict) and len(value) <= SMALL:
+        return [inner for each in (value.values() if isinstance(value, dict) else value) for inner in tensors(each)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterator[Any]:
+    """Yield the steps of a resumed run. Name the attributes with tensors that the first one changes."""
+    places, before = owners(recipe, module), dict[str, Any]()
+    for number, step in enumerate(steps):
+        if number == 1:
+            tell_unsaved(before, state_of(places))
+        if number == 0:
+            before = state_of(places)
+        yield step
+
+
+def state_of(places: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[Tensor, int]]]:
+    """Return the tensors of each attribute, with the number of changes in place."""
+    values = {f"{owner}.{name}": tensors(value) for owner, own in places.items() for name, value in plain(own)}
+    return {name: [(each, each._version) for each in found] for name, found in values.items()}
+
+
+def tell_unsaved(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> None:
+    """Log the names of attributes whose tensors are others: no checkpoint has them."""
+    ids = {name: [(id(each), version) for each, version in found] for name, found in before.items()}
+    changed = [n for n, found in after.items() if found and [(id(each), v) for each, v in found] != ids.get(n)]
+    if changed:
+        log.warning(
+            "resume: %s changes in a step, and checkpoints have parameters and buffers alone; keep it in a buffer, or "
+            "the numbers are others than without the interruption",
+            printable(", ".join(changed[:3])),
+        )
