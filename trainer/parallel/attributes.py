@@ -1,6 +1,7 @@
 """Attributes of a recipe and of modules that passes change, such as a hidden state: they are no buffers."""
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
@@ -67,14 +68,20 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterator[Any]:
-    """Yield the steps of a resumed run. Name the attributes with tensors that the first one changes."""
+    """Return the steps of a resumed run. Name the attributes with tensors that the first one changes."""
+
     places, before = owners(recipe, module), dict[str, Any]()
-    for number, step in enumerate(steps):
-        if number == 1:
-            tell_unsaved(before, state_of(places))
-        if number == 0:
-            before = state_of(places)
-        yield step
+
+    def note(step: Any) -> Any:
+        before.update(state_of(places))
+        return step
+
+    def compare(step: Any) -> Any:
+        tell_unsaved(before, state_of(places))
+        before.clear()
+        return step
+
+    return itertools.chain(map(note, itertools.islice(steps, 1)), map(compare, itertools.islice(steps, 1)), steps)
 
 
 def state_of(places: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[Tensor, int]]]:
