@@ -416,7 +416,8 @@ def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]])
 
 def settings_in_common(settings: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
     """Return the settings that all ranks must share; a node may have paths, interfaces and loggers of its own."""
-    loggers = tuple(f"callbacks.{name}." for name, callback in callbacks.items() if callback.role is Role.OBSERVE)
+    observe = (name for name, callback in callbacks.items() if getattr(callback, "role", None) is Role.OBSERVE)
+    loggers = tuple(f"callbacks.{name}." for name in observe)
     common = {key: value for key, value in settings.items() if not key.startswith(("trainer.", "nccl.", *loggers))}
     return {key: "a path" if isinstance(value, str) and "/" in value else value for key, value in common.items()}
 

@@ -9,6 +9,7 @@ from support.cli import LOADED, PYTHONPATH, TOY, Result, run
 
 from trainer.data.shards.discover import find_shards
 from trainer.errors import ConfigError, DataError
+from trainer.run_dir import OF_RUNS
 from trainer.tools.export import read_config
 
 RECIPE = """
@@ -97,7 +98,8 @@ def test_values_of_the_environment_are_compared_and_secrets_among_them_hidden(tm
 def test_an_export_reads_no_variable_that_a_config_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The config may be a stranger's, who would find the value in what is exported."""
     monkeypatch.setenv("S3CR3T", "s3cr3t")
-    (tmp_path / "config.yaml").write_text("recipe: {vocab: '${oc.env:S3CR3T}'}")
+    others = "".join(f"{name}: {{}}\n" for name in OF_RUNS if name != "recipe")
+    (tmp_path / "config.yaml").write_text("recipe: {vocab: '${oc.env:S3CR3T}'}\n" + others)
     settings = read_config(tmp_path / "config.yaml", ["recipe.cache=here"], "CHECKPOINT=x", {})
     assert settings["recipe"] == {"vocab": "${oc.env:S3CR3T}", "cache": "here"}
 

@@ -62,7 +62,7 @@ def whole(order: Order, epoch: int, lane: int, number: int) -> list[Ref]:
     """All of a block."""
     rows = order.bounds[lane + 1] - order.bounds[lane]
     first = number * order.block
-    return [order.ref(epoch, lane, row) for row in range(first, min(first + order.block, rows))]
+    return order.refs((epoch, lane, row) for row in range(first, min(first + order.block, rows)))
 
 
 def test_the_window_by_hand() -> None:
