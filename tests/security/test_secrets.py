@@ -134,7 +134,7 @@ class Mine(Toy):
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_an_error_says_has_no_secrets(ranks: int, tmp_path: Path) -> None:
     """Neither on the terminal, nor in logs, events.jsonl and summary.json; of a warning, and of the end of the run."""
     (tmp_path / "mine.py").write_text(FAILING)

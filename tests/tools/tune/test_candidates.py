@@ -29,6 +29,7 @@ def two(local: int = 2) -> Place:
     return Place(0, 2, 0, local, starts=True)
 
 
+@pytest.mark.slow
 def test_exact_ones_by_default_and_each_once(config: dict) -> None:
     found = candidates(config, two(), lossy=False)
     made = [merge(config, choice) for choice in found]
@@ -70,6 +71,7 @@ def test_what_a_run_refuses_is_left_out(config: dict) -> None:
     assert refusal(config, 2) == ""
 
 
+@pytest.mark.slow
 def test_two_levels_need_several_ranks_on_several_nodes(config: dict) -> None:
     flat = candidates(config, two(1), lossy=False)
     levels = candidates({**config, "batch": 16}, Place(0, 4, 0, 2, starts=True), lossy=False)

@@ -27,10 +27,13 @@ def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "choice",
     [
-        Choice({"overlap": {}}, {"trainer.ddp.bucket_mib": 5.0}),
+        pytest.param(Choice({"overlap": {}}, {"trainer.ddp.bucket_mib": 5.0}), marks=pytest.mark.slow),
         Choice({"hierarchical": {"ranks_per_node": 2}, "grad_compress": {"codec": "int8"}}, {}),
         Choice({"shard": {"stage": 3}, "activation_checkpoint": {}}, {"nccl.algo": "allreduce:Tree"}),
-        Choice({"memory": {"snapshot": True}}, {"micro_batch": 8, "accumulate": None, "data.workers": 4}),
+        pytest.param(
+            Choice({"memory": {"snapshot": True}}, {"micro_batch": 8, "accumulate": None, "data.workers": 4}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.slow), ["+callbacks=[ema]"]])
