@@ -45,7 +45,7 @@ FAULTS = {
     "12 SIGSTOP": ("SIGSTOP", 1, HUNG),
     "13 a rank that holds the interpreter": ("hold", 1, HUNG),
     "40 a data worker is killed": ("worker", 1, "echelon: rank"),  # 1 tells, or has to be killed as it ends
-    "40 out of memory": ("memory", 2, ": out of memory; try a smaller micro_batch"),
+    "40 out of memory": ("memory", 2, ": out of memory; peak "),
 }
 FAST = "1 kill -9 of a rank"
 
@@ -117,7 +117,7 @@ def test_5_kills_while_it_starts(golden, tmp_path):
     ("what", "rank", "said"),
     [
         ("raise", 1, "RuntimeError: trouble at step 7"),
-        ("memory", -2, "or trainer.precision=bf16"),
+        ("memory", -2, "'+callbacks=[auto_batch]' (finds micro_batch itself)"),
     ],
     ids=["11 an exception", "40 out of memory, on another rank each time"],
 )

@@ -44,12 +44,13 @@ def watch_steps(trainer: Any, reach: Reach) -> None:
         reach("after_forward")
         return value
 
-    def unscale(optimizer: Any, of: Any = trainer.scaler.unscale_) -> None:
+    def passes(*args: Any, of: Any = trainer.forward_backward) -> Any:
+        losses = of(*args)
         reach("after_backward")
-        of(optimizer)
+        return losses
 
     validate = trainer.evaluator.batches
-    trainer.scaler.unscale_ = unscale
+    trainer.forward_backward = passes
     trainer.stream = each("after_fetch", trainer.stream)
     trainer.loss.compute = loss
     trainer.evaluator.batches = {"val": lambda: each("eval", validate["val"]())}

@@ -67,7 +67,7 @@ def test_of_three_processes_one_downloads_each_shard(proxy: Proxy, tmp_path: Pat
 @needs_nginx
 def test_a_kill_during_the_download_leaves_no_shard_and_the_next_start_has_all(proxy: Proxy, tmp_path: Path) -> None:
     proxy.bytes_per_s = 100_000
-    cache = tmp_path / ".cache/echelon/shards"
+    cache = tmp_path / ".cache/echelon/shards" / FOLDER
     process = start(proxy, tmp_path)
     deadline = time.monotonic() + 30
     while not any(part.stat().st_size > 30_000 for part in cache.glob(".part-*")):
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_the_tool_at_once(proxy: Proxy, tmp_path: Path, command: str
             Index.open([path])
             path.drop()
     proxy.bytes_per_s = 10_000
-    cache = tmp_path / ".cache/echelon/shards"
+    cache = tmp_path / ".cache/echelon/shards" / FOLDER
     process = start(proxy, tmp_path, command)
     deadline = time.monotonic() + 60
     while not any(part.stat().st_size for part in cache.glob(".part-*")):
