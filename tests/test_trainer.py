@@ -77,6 +77,22 @@ def test_an_error_is_reported_before_any_clean_up():
     assert order == ["trouble", "clean-up"]
 
 
+def test_a_hook_for_errors_that_fails_hides_no_error_and_no_report():
+    class Fails(Callback):
+        def on_step_end(self, trainer) -> None:
+            raise RuntimeError("trouble")
+
+        def on_error(self, trainer, error: BaseException) -> None:
+            raise ValueError("of the hook")
+
+    reported: list[str] = []
+    trainer = make(Toy(), {"fails": Fails()})
+    trainer.on_error = lambda error: reported.append(str(error))
+    with pytest.raises(RuntimeError, match=r"^trouble"):
+        trainer.fit()
+    assert reported == ["trouble"] and "trouble" in (trainer.run_dir / "summary.json").read_text()
+
+
 def test_one_graph_is_kept_from_a_step_to_the_next():
     """The next forward pass uses the last one's leaves again; others would hold memory of the host."""
     graphs: list[list[bool]] = []

@@ -362,7 +362,10 @@ class Trainer:
             return
         tell_place(error, self)
         for call in self.hooks["on_error"] if self.fitted else ():
-            call(self, error)
+            try:
+                call(self, error)
+            except Exception:
+                log.exception("%s.on_error failed", owner(call, self.callbacks))  # peers still wait for the report
         self.on_error(error)
         refused = not self.accepted and exit_code(error) != 1
         if isinstance(error, Exception) and not (refused or self.ended):
@@ -487,11 +490,13 @@ class Trainer:
             generator.manual_seed((self.seed_base + self.step * GOLDEN) & (MASK >> 1))
         if not self.rates.settled or list(map(RATE, self.optimizer.param_groups)) != self.rates.given:
             self.rates.put(self.step + self.plan.ahead)
-        total = self._agree(data)  # one int64 all-reduce, alongside the first forward pass
-        self.data, self.losses = data, self.forward_backward(data, total)
+        # `_agree` begins one int64 all-reduce, alongside the first forward pass.
+        self.data, self.losses = data, self.forward_backward(data, self._agree(data))
         for call in self.before_update:
             call()
-        if self.clips or self.logged or list(map(TRAINS, self.followed)) != self.trains:
+        if list(map(TRAINS, self.followed)) != self.trains:
+            self._follow_frozen()
+        if self.clips or self.logged:
             self._clip()
         self.update()
         for p in self.parameters:
@@ -523,8 +528,6 @@ class Trainer:
 
     def _clip(self) -> None:
         """Clip the gradients by their norm or by value. The norm before is `grad_norm`, of a step that is logged."""
-        if list(map(TRAINS, self.followed)) != self.trains:
-            self._follow_frozen()
         if self.options.clip_norm is not None or self.logged:
             self.grad_norm = self.strategy.clip(self.options.clip_norm)
         if self.options.clip_value is not None:

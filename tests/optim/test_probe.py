@@ -13,7 +13,7 @@ from toy_recipe import Toy
 from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.optim.probe import probe, refuse_coupled, steps_of
+from trainer.optim.probe import probe, put_kept, refuse_coupled, steps_of
 from trainer.trainer import Trainer
 
 
@@ -102,7 +102,7 @@ def folder(tmp_path, monkeypatch) -> None:
         (torch.optim.Adam, set(), False),
     ],
 )
-def test_what_a_step_keeps_beside_the_state_of_parameters_is_found(kind, kept, coupled):
+def test_what_a_step_changes_in_groups_and_in_the_optimizer_is_found(kind, kept, coupled):
     optimizer = made(kind)
     assert (set(steps_of(optimizer).kept), steps_of(optimizer).coupled) == (kept, coupled)
     assert not optimizer.state
@@ -147,3 +147,11 @@ def test_a_callback_that_steps_some_parameters_at_a_time_refuses_it(kind, by_par
 def test_a_run_with_such_a_callback_is_refused():
     with pytest.raises(ConfigError, match=r"^callbacks\.optimizer_in_backward: the step of Distance takes all "):
         trained(Distance, 1, [OptimizerInBackward()])
+
+
+def test_a_strangers_checkpoint_sets_no_other_attribute():
+    optimizer = made(Counter)
+    group, state = optimizer.param_groups[0], {"own.step": 1, "own.calls": 7, "group.params": 2}
+    put_kept(optimizer, group, state)
+    assert optimizer.calls == 7 and callable(optimizer.step) and isinstance(group["params"], list)
+    assert state == {"own.step": 1, "group.params": 2}

@@ -74,7 +74,7 @@ def test_an_optimizer_of_somebody_elses_makes_its_own_step(lacks, monkeypatch):
         assert all(map(torch.equal, trained(OPTIMIZERS["sgd"], False), trained(OPTIMIZERS["sgd"], True)))
 
 
-def test_hooks_that_come_later_are_called_and_a_replaced_step_is_made():
+def test_hooks_that_come_later_are_called_and_a_replaced_step_is_made(monkeypatch):
     optimizer = torch.optim.SGD([weight := nn.Parameter(torch.ones(1))], lr=1.0)
     step, calls = stepper(optimizer), list[str]()
     weight.grad = torch.ones(1)
@@ -90,7 +90,10 @@ def test_hooks_that_come_later_are_called_and_a_replaced_step_is_made():
         hook.remove()
     optimizer.step = lambda *_: calls.append("replaced")
     step()
-    assert calls == ["before", "after", "each", "replaced"] and weight.item() == -3.0
+    del optimizer.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda *_: calls.append("of the class"))
+    step()
+    assert calls == ["before", "after", "each", "replaced", "of the class"] and weight.item() == -3.0
 
 
 def test_a_profile_shows_the_optimizers_step():

@@ -22,7 +22,7 @@ GROUP, OWN = "group.", "own."  # before the names of `Steps.kept`, as checkpoint
 
 @dataclass(frozen=True)
 class Steps:
-    """The effects of a step beside those on parameters and their state.
+    """The effects of a step on more than parameters and their state.
 
     Attributes:
         kept: Names of the numbers that it changes: in the groups with the prefix `GROUP`, in itself with `OWN`.
@@ -49,9 +49,12 @@ def kept_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_kept(optimizer: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """Take what `kept_of` gave out of the state of a parameter, and put it back into its group and the optimizer."""
+    """Take what `kept_of` gave out of the state of a parameter, and put it back into its group and the optimizer.
+
+    Only what this optimizer's steps change is put back: a checkpoint may be a stranger's, and name any attribute.
+    """
     places = {GROUP: group, OWN: vars(getattr(optimizer, "optimizer", optimizer))}
-    for name in [name for name in state if name.startswith((GROUP, OWN))]:
+    for name in steps_of(optimizer).kept & state.keys():
         of, key = split(name)
         places[of][key] = state.pop(name)
 

@@ -17,22 +17,24 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 TORCH: Any = torch._C
+AUTOGRAD: Any = getattr(TORCH, "_autograd", None)
 ENGINE: Any = getattr(Variable, "_execution_engine", None)
 PUBLIC = Tensor.backward, torch.autograd.backward  # libraries replace them
 NEEDED = (
     (TORCH, "_len_torch_function_stack"), (TORCH, "_set_grad_enabled"), (TORCH, "_stash_obj_in_tls"),
-    (TORCH, "_remove_obj_from_tls"), (TORCH._autograd, "_profiler_enabled"), (ENGINE, "run_backward"),
+    (TORCH, "_remove_obj_from_tls"), (AUTOGRAD, "_profiler_enabled"), (ENGINE, "run_backward"),
     (optimizers, "_global_optimizer_pre_hooks"), (optimizers, "_global_optimizer_post_hooks"),
 )  # fmt: skip
 FOUND = all(hasattr(owner, name) for owner, name in NEEDED)
-TRACED = logging.getLogger("torch.autograd.graph").getEffectiveLevel() <= logging.DEBUG  # by TORCH_LOGS=+autograd
+LOG = logging.getLogger("torch.autograd.graph")  # which shows each node, by TORCH_LOGS=+autograd
 
 
 def backward(loss: Tensor) -> None:
     """Do what `loss.backward()` does."""
     if (
-        not FOUND or TRACED or type(loss) is not Tensor or loss.dim() or TORCH._len_torch_function_stack()
-        or torch.is_anomaly_enabled() or (Tensor.backward, torch.autograd.backward) != PUBLIC
+        not FOUND or LOG.isEnabledFor(logging.DEBUG) or torch.is_anomaly_enabled()
+        or type(loss) is not Tensor or loss.dim() or TORCH._len_torch_function_stack()
+        or (Tensor.backward, torch.autograd.backward) != PUBLIC
     ):  # fmt: skip
         return loss.backward()
     TORCH._stash_obj_in_tls("context", contextvars.copy_context())  # for a device's thread that compiles
@@ -46,7 +48,8 @@ def backward(loss: Tensor) -> None:
 
 def stepper(optimizer: Optimizer) -> Callable[[], Any]:
     """Return a function that does what `optimizer.step()` does."""
-    inner = unwrapped(type(optimizer)) if FOUND else None
+    kind = type(optimizer)
+    inner = unwrapped(kind) if FOUND else None
 
     def public() -> None:
         optimizer.step()
@@ -57,10 +60,10 @@ def stepper(optimizer: Optimizer) -> Callable[[], Any]:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
         optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks,
     )  # fmt: skip
-    own = vars(optimizer)
+    own, wrapped = vars(optimizer), kind.step
 
     def step() -> None:
-        if any(hooks) or "step" in own or TORCH._autograd._profiler_enabled():
+        if any(hooks) or "step" in own or kind.step is not wrapped or AUTOGRAD._profiler_enabled():
             return public()
         before = torch.is_grad_enabled()
         TORCH._set_grad_enabled(False)

@@ -79,13 +79,15 @@ class Overlap(Callback):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.order: list[int] = trainer.ranks.first(self.record.order())
         trainer.strategy.unwrap()
-        share = lambda module, _: self._share_buffers(module)  # noqa: E731
         # Before the hooks of others, which may make a weight of parameters, as those of torch.nn.utils.prune do.
-        self.hooks = [trainer.module.register_forward_pre_hook(share, prepend=True)]
+        self.hooks = [
+            trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module), prepend=True)
+        ]
         for module, params in needs.items():
             buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
-            finish = lambda *_, buckets=buckets: self._finish(buckets)  # noqa: E731
-            self.hooks.append(module.register_forward_pre_hook(finish, prepend=True))
+            self.hooks.append(
+                module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets), prepend=True)
+            )
         rest = trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))
         self.hooks += [rest, *(p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters)]
 
