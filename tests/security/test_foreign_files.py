@@ -13,7 +13,7 @@ from shard_recipe import write_points
 from support.cli import ROOT, run
 
 from recipes.cache import build_once
-from trainer.checkpoint.commit import commit
+from trainer.checkpoint.commit import begin, commit
 from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.retention import retain
 from trainer.data.remote.eviction import FOLDER, MARKER, evict, make_folder
@@ -210,6 +210,20 @@ def test_checkpoints_delete_their_own_files_alone() -> None:
     assert [path.name for path in sorted(run_dir.glob("step-*"))] == [f"step-0000000{n}" for n in (1, 4, 5, 6)]
     aside = next(run_dir.glob(".bad-step-00000003-*"))
     assert (aside / "thesis").read_text() == "precious"
+
+
+def test_a_replaced_checkpoint_with_a_users_file_stays() -> None:
+    """Of one that has no other file, nothing stays, also if a process was killed before the deletion."""
+    run_dir, content = Path("ckpt/r"), {"state.json": memoryview(b"{}")}
+    for name in ("notes.txt", None):
+        made = commit(run_dir, 1, content, {})
+        if name:
+            (made / name).write_text("precious")
+        made = commit(run_dir, 1, content, {})
+        begin(run_dir)
+        assert sorted(path.name for path in made.iterdir()) == ["MANIFEST.json", "state.json"]
+    (aside,) = run_dir.glob(".*step-*")
+    assert aside.name.startswith(".abandoned-step-00000001-") and (aside / "notes.txt").read_text() == "precious"
 
 
 @pytest.mark.parametrize("odd", ["__init__.py", "logs/mine", "logs/rank0.txt", "empty/", "logs/link"])
