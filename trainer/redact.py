@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -186,10 +185,3 @@ def redact_argument(word: str) -> str:
         return f"{key}={HIDDEN}"
     word = PAIR.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret(found[1]) else found[0], word)
     return redact_urls(word)
-
-
-def remove_if_secret(file: Path) -> None:
-    """Remove a record of Hydra's if one of its lines has a secret."""
-    lines = file.read_text().splitlines()
-    if lines != list(map(redact_argument, lines)):
-        file.unlink()

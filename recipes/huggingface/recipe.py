@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 LABELS = ("label", "labels", "label_ids")
 IGNORED = -100  # a label without a loss
+# Keywords of transformers' loaders: they choose code, files, servers and passwords, and are no settings of a model.
+LOADER = {"trust_remote_code", "code_revision", "auto_map", "gguf_file", "subfolder", "cache_dir", "name_or_path"}
+LOADER |= {"revision", "token", "use_auth_token", "proxies", "user_agent", "force_download", "local_files_only"}
+LOADER |= {"return_unused_kwargs", "adapter_kwargs", "config", "repo_type", "tqdm_class"}
 # As transformers' Trainer names what takes no weight decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
@@ -76,6 +80,7 @@ class HuggingFace:
     ) -> None:
         if not importlib.util.find_spec("transformers"):
             raise ConfigError("recipe: needs transformers; pip install 'transformers>=5,<6'")
+        refuse_loaders(config_args or {})
         if lora is not None:
             check_lora(lora)
         elif merge_lora:
@@ -97,7 +102,7 @@ class HuggingFace:
         from transformers import AutoConfig
 
         with in_one_line(f"recipe.model={self.source}"):
-            how = {"trust_remote_code": False, "return_unused_kwargs": True, **self.config_args}  # None asks on stdin
+            how = {**self.config_args, "trust_remote_code": False, "return_unused_kwargs": True}
             pair: Any = AutoConfig.from_pretrained(self.source, **how)
         found, unused = pair
         if other := sorted(set(unused).intersection(self.config_args)):
@@ -105,6 +110,7 @@ class HuggingFace:
             raise ConfigError(
                 f"recipe.config_args.{other[0]}: config.json has no such setting; {nearest(other[0], known)}"
             )
+        refuse_kernels(found, f"recipe.model={self.source}")
         return found
 
     @cached_property
@@ -307,6 +313,28 @@ class HuggingFace:
             self.tokenizer.save_pretrained(folder)
 
 
+def refuse_loaders(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that would reach the code, the files or the servers of transformers' loader."""
+    for name in given:
+        if name in LOADER or name.startswith("_"):
+            raise ConfigError(
+                f"recipe.config_args.{name}: is a keyword of transformers' loader, which chooses code, files or "
+                "servers, and no setting of a model; leave it out"
+            )
+
+
+def refuse_kernels(config: Any, key: str) -> None:
+    """Raise ConfigError if a setting names a kernel of Hugging Face's hub, which is code that transformers imports."""
+    name = str(getattr(config, "_attn_implementation", None))
+    if "/" in name:
+        raise ConfigError(
+            f"{key}: attn_implementation={printable(name)} asks for code of Hugging Face's hub, which is not run; give "
+            "sdpa or eager in config.json or recipe.config_args"
+        )
+    for part in getattr(config, "sub_configs", ()):
+        refuse_kernels(getattr(config, part, None), key)
+
+
 def refuse_mismatched(keys: Any, source: str) -> None:
     """Raise ConfigError if weights of the folder have other shapes than the config gives them."""
     if keys:
@@ -384,7 +412,10 @@ def loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 @contextmanager
 def in_one_line(key: str) -> Iterator[None]:
-    """Raise ConfigError for what transformers says of a file or a value that a user gave."""
+    """Raise ConfigError for what transformers says of a file or a value that a user gave; let it ask for nothing."""
+    from transformers import dynamic_module_utils
+
+    patience, dynamic_module_utils.TIME_OUT_REMOTE_CODE = dynamic_module_utils.TIME_OUT_REMOTE_CODE, 0
     try:
         yield
     except ConfigError:
@@ -396,6 +427,8 @@ def in_one_line(key: str) -> Iterator[None]:
             ) from None
         line = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(f"{key}: {printable(line)}") from None
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
 
 
 @contextmanager

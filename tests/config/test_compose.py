@@ -149,6 +149,7 @@ def test_hydra_composes_a_run_once_unless_its_mode_may_be_set(
         ("~trainer", "every run needs these settings; leave this out"),
         ("trainer.max_steps", "has no value; write trainer.max_steps=VALUE, without spaces around ="),
         ("--config-path", "would replace Echelon's configs; --config-dir FOLDER adds yours"),
+        ("--config-d", "can't be shortened here; --config-dir FOLDER adds your configs"),
         ("--package", "only chooses what --cfg prints"),
         ("hydra.run.dir=outputs/a", "changes nothing here; give trainer.run_dir=FOLDER"),
         ("hydra.sweep.dir=multirun/a", "changes nothing here; give trainer.run_dir=FOLDER, with -m as in 'trainer.run"),

@@ -1,6 +1,8 @@
 """Models of transformers as they are: losses and weights of transformers' own Trainer on the same batches."""
 
+import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -330,6 +332,83 @@ def test_code_beside_a_model_is_neither_run_nor_asked_for(tmp_path, monkeypatch)
     for part in ("config", "tokenizer"):
         with pytest.raises(ConfigError, match="asks for code of its own, which is not run"):
             getattr(HuggingFace("bert", "films.jsonl", text="text"), part)
+
+
+CODE = "from pathlib import Path\nPath('ran').mkdir()\nclass Config: pass\nclass Model: pass\n"
+
+
+def bert_with_code(about: dict[str, Any]) -> None:
+    """Write a model with code beside it, which its config.json names."""
+    write_bert(Path())
+    Path("bert/code.py").write_text(CODE)
+    config = Path("bert/config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), **about}))
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("trust_remote_code", True),
+        ("code_revision", "main"),
+        ("auto_map", {"AutoModelForCausalLM": "code.Model"}),
+        ("cache_dir", "elsewhere"),
+        ("token", "s3cr3t"),
+        ("subfolder", "../other"),
+        ("_configuration_file", "other.json"),
+    ],
+)
+def test_config_args_reach_no_code_and_no_other_files(word, value, tmp_path, monkeypatch):
+    """The config beside a checkpoint, which may be a stranger's, gives them, too."""
+    monkeypatch.chdir(tmp_path)
+    bert_with_code({"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}})
+    with pytest.raises(
+        ConfigError, match=rf"^recipe\.config_args\.{word}: is a keyword of transformers' loader, .*out$"
+    ):
+        print(HuggingFace("bert", "films.jsonl", config_args={word: value}).config)
+    assert not Path("ran").exists() and not Path("elsewhere").exists()
+
+
+def test_each_keyword_of_the_loader_is_refused_in_config_args():
+    """The keywords that transformers' own source takes out of those it is given."""
+    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.utils.hub import cached_files
+
+    read = (AutoConfig.from_pretrained, PreTrainedConfig.from_pretrained, PreTrainedConfig._get_config_dict)
+    source = "".join(map(inspect.getsource, read))
+    names = set(re.findall(r"kwargs(?:\.pop\(|\.get\(|\[)['\"](\w+)['\"]", source))
+    for function in (PreTrainedConfig.from_pretrained, cached_files):
+        names |= {p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD}
+    taken = names - {
+        "model_type",
+        "path_or_repo_id",
+        "filenames",
+        "pretrained_model_name_or_path",
+    }  # no keyword of ours
+    assert {"trust_remote_code", "cache_dir", "gguf_file"} <= taken
+    for name in taken:
+        with pytest.raises(ConfigError, match=rf"^recipe\.config_args\.{name}: is a keyword of"):
+            HuggingFace("bert", "films.jsonl", config_args={name: None})
+
+
+def test_a_model_that_only_its_own_code_has_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    """transformers asks on standard input once more as it builds a model with random weights."""
+    monkeypatch.chdir(tmp_path)
+    bert_with_code({"auto_map": {"AutoModelForImageClassification": "code.Model"}})
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    recipe = HuggingFace("bert", "films.jsonl", architecture="AutoModelForImageClassification")
+    with pytest.raises(ConfigError, match="asks for code of its own, which is not run"):
+        recipe.model()
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("place", ["config.json", "config_args"])
+def test_a_kernel_of_the_hub_is_refused(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = {"attn_implementation": "stranger/kernel"}
+    bert_with_code(given if place == "config.json" else {})
+    recipe = HuggingFace("bert", "films.jsonl", config_args=given if place == "config_args" else None)
+    with pytest.raises(ConfigError, match=r"^recipe\.model=bert: attn_implementation=stranger/kernel asks for code of"):
+        recipe.model()
 
 
 def test_samples_without_padding_in_one_row_have_the_loss_of_each(tmp_path):

@@ -1,6 +1,7 @@
 """Echelon deletes and replaces only what it made itself, in every folder that a user can name."""
 
 import gzip
+import itertools
 import os
 import shutil
 import stat
@@ -13,9 +14,13 @@ from shard_recipe import write_points
 from support.cli import ROOT, run
 
 from recipes.cache import build_once
-from trainer.checkpoint.commit import commit
+from trainer.annotated import kinds_of
+from trainer.checkpoint.commit import begin, commit
 from trainer.checkpoint.lock import Claim
 from trainer.checkpoint.retention import retain
+from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.config.schema import constant
+from trainer.config.targets import named_in_conf
 from trainer.data.remote.eviction import FOLDER, MARKER, evict, make_folder
 from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError
@@ -101,6 +106,35 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
+# Where the test below puts a user's files: the folders that each key names, and those that runs and tools have anyway.
+WRITTEN = {
+    "trainer.run_dir": ["runs/r", "runs/r/logs", "runs/r/export"],
+    "trainer.checkpoint.dir": ["ckpt", "ckpt/r"],
+    "data.cache_dir": ["cache", f"cache/{FOLDER}", "home/.cache/echelon"],
+    "recipe.cache": [],  # test_a_recipes_cache_replaces_what_it_built
+}
+FIXED = ["runs", "home", "out"]  # the second is the user's own; a stranger's config names it
+READ = {"trainer.resume", "trainer.init_from"}  # keys of which nothing is written
+READ |= {f"recipe.{name}" for name in ("text", "train", "val", "model", "data", "val_data")}
+
+
+def path_keys() -> set[str]:
+    """The keys that are paths: local ones of the options, by annotation, and those that recipes list as `paths`."""
+    sections = {"trainer.": Options, "trainer.checkpoint.": CheckpointOptions, "data.": DataOptions}
+    found = {
+        f"{section}{name}"
+        for section, options in sections.items()
+        for name, kind in kinds_of(options).items()
+        if "Local()" in str(kind)
+    }
+    recipes = (constant(target, "paths") or () for target in named_in_conf() if target.startswith("recipes."))
+    return found | {f"recipe.{name}" for names in recipes for name in names}
+
+
+def test_each_key_that_is_a_path_is_tried_or_only_read() -> None:
+    assert path_keys() == WRITTEN.keys() | READ
+
+
 def test_runs_and_tools_leave_a_users_files_alone() -> None:
     """Checkpoints are replaced, shards evicted, leftovers swept meanwhile; evaluate has a stranger's config."""
     cwd = Path.cwd()
@@ -114,14 +148,9 @@ def test_runs_and_tools_leave_a_users_files_alone() -> None:
     words += ["data.workers=0", "trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep=2"]
     words += ["data.cache_dir=cache", "data.cache_gb=0.0001", "trainer.resume=auto", "trainer.validate_every=null"]
     assert run([*words, "trainer.max_steps=2"], cwd).code == 0
-    places = [
-        Path(name) for name in ("cache", f"cache/{FOLDER}", "ckpt", "ckpt/r", "home", "home/.cache/echelon", "out")
-    ]
     planted: dict[str, Any] = {}
-    for place in places:
-        planted |= plant(place)
-    for place in ("runs/r", "runs/r/logs", "runs/r/export"):
-        planted |= plant(Path(place), links=False)
+    for place in (*FIXED, *itertools.chain(*WRITTEN.values())):
+        planted |= plant(Path(place), links=not place.startswith("runs/r"))
     del planted["runs/r/export/.tmpa1B2c3"]  # safetensors gives such names there, as the run exports
     Path("ckpt/best.pt").symlink_to(cwd / "outside")
     planted |= look(["ckpt/best.pt"])
@@ -210,6 +239,20 @@ def test_checkpoints_delete_their_own_files_alone() -> None:
     assert [path.name for path in sorted(run_dir.glob("step-*"))] == [f"step-0000000{n}" for n in (1, 4, 5, 6)]
     aside = next(run_dir.glob(".bad-step-00000003-*"))
     assert (aside / "thesis").read_text() == "precious"
+
+
+def test_a_replaced_checkpoint_with_a_users_file_stays() -> None:
+    """Of one that has no other file, nothing stays, also if a process was killed before the deletion."""
+    run_dir, content = Path("ckpt/r"), {"state.json": memoryview(b"{}")}
+    for name in ("notes.txt", None):
+        made = commit(run_dir, 1, content, {})
+        if name:
+            (made / name).write_text("precious")
+        made = commit(run_dir, 1, content, {})
+        begin(run_dir)
+        assert sorted(path.name for path in made.iterdir()) == ["MANIFEST.json", "state.json"]
+    (aside,) = run_dir.glob(".*step-*")
+    assert aside.name.startswith(".abandoned-step-00000001-") and (aside / "notes.txt").read_text() == "precious"
 
 
 @pytest.mark.parametrize("odd", ["__init__.py", "logs/mine", "logs/rank0.txt", "empty/", "logs/link"])

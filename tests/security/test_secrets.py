@@ -1,12 +1,14 @@
 """Values of keys that are named like secrets: the recipe gets them, no file and no line of a run has them."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from support.cli import LOADED, PYTHONPATH, TOY, Result, run
 
+from trainer.config.compose import CONF, compose
 from trainer.data.shards.discover import find_shards
 from trainer.errors import ConfigError, DataError
 from trainer.run_dir import OF_RUNS
@@ -104,14 +106,31 @@ def test_an_export_reads_no_variable_that_a_config_names(tmp_path: Path, monkeyp
     assert settings["recipe"] == {"vocab": "${oc.env:S3CR3T}", "cache": "here"}
 
 
-def test_what_hydra_would_write_of_a_multirun_goes(tmp_path: Path) -> None:
+def test_hydra_writes_nothing_of_a_multirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the user's with the name of Hydra's record stays, in a refused command and in a good one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
+    files = [Path("multirun.yaml"), Path("runs/multirun.yaml")]
+    Path("runs").mkdir()
+    for file in files:
+        file.write_text("- db.password=precious\n")
+    for words in (["batch=12"], ["-m", "batch=12,24"]):
+        assert compose([*words, "recipe.api_key=s3cr3t"], [CONF])
+        with pytest.raises(ConfigError):
+            compose([*words, "recipe.api_key=s3cr3t", "recipe=none"], [CONF])
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.is_file()] == [path.absolute() for path in files]
+    assert all(file.read_text() == "- db.password=precious\n" for file in files)
+
+
+def test_a_refused_multirun_leaves_no_file(tmp_path: Path) -> None:
     words = ["-m", "batch=12,24", "recipe.hub_token=s3cr3t-one", "+recipe.store={password: s3cr3t-two}"]
     result = private([*TOY, *words], tmp_path)
     assert (result.code, result.err) == (
         78,
         "echelon: recipe.hub_token=***: no such key; there are depth, dropout, dtype, samples, width\n",
     )
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not list(tmp_path.iterdir())
 
 
 SECRETS = ("hunter2", "hunter3", "hunter4")

@@ -14,6 +14,8 @@ from omegaconf import OmegaConf
 from support.cli import Result, run, toy, weights
 
 from trainer.config.compose import Job
+from trainer.config.options import DataOptions
+from trainer.config.signature import NAME, sign
 from trainer.errors import ConfigError
 from trainer.tools import resume as tool
 from trainer.tools.resume import composed
@@ -38,6 +40,7 @@ def here(begun, tmp_path, monkeypatch) -> Path:
         if file.is_file() and not file.is_symlink():
             (tmp_path / file.relative_to(begun)).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file.relative_to(begun)).write_bytes(file.read_bytes())
+    sign(tmp_path / "runs/r/config.yaml")  # as the run would have here
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
@@ -84,6 +87,55 @@ def test_lines_about_the_settings_reach_the_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tool, "run", lambda *given: told.append(given) or 0)
     assert tool.resume(Path("r"), []) == 0
     assert told == [({}, "r", ["resume", "r", "a=1"], job.messages)]
+
+
+@pytest.mark.parametrize("odd", ["unsigned", "changed"])
+def test_a_config_that_no_run_of_the_user_wrote_allows_nothing(here, odd):
+    """What it would allow is named, and comes from the command: packages, programs, a folder in which files go."""
+    file = here / "runs/r/config.yaml"
+    if odd == "unsigned":
+        file.with_name(NAME).unlink()
+    stored = OmegaConf.load(file)
+    stored.data.allow_pipe, stored.data.cache_dir, stored.data.cache_gb = True, str(here / "home"), 0.001
+    OmegaConf.save(stored, file)
+    done = resume(here)
+    assert (done.code, done.err) == (
+        78,
+        "echelon: RUN=runs/r: no run of yours has written this config.yaml here, or it was changed since, so it can't "
+        "set trainer.allow_targets, data.allow_pipe, data.cache_dir, data.cache_gb; if you trust it, add "
+        f"'trainer.allow_targets=[toy_recipe,probe]' 'data.allow_pipe=true' 'data.cache_dir={here / 'home'}' "
+        "'data.cache_gb=0.001'\n",
+    )
+    given = [
+        "trainer.allow_targets=[toy_recipe]",
+        "data.allow_pipe=false",
+        '+data.cache_dir="~/mine"',
+        "data.cache_gb=2",
+    ]
+    assert config(here, *given)["data"]["cache_dir"] == "~/mine"
+    with pytest.raises(
+        ConfigError, match=r"so it can't set data\.allow_pipe; if you trust it, add 'data\.allow_pipe=true"
+    ):
+        config(here, given[0], *given[2:])
+
+
+def test_a_config_that_composes_itself_is_refused(here):
+    """Else a list of defaults would lead to YAML of a stranger's folder, which may allow what this config may not."""
+    file = here / "runs/r/config.yaml"
+    stored = OmegaConf.load(file)
+    for key in ("defaults", "hydra"):
+        OmegaConf.save(OmegaConf.merge(stored, {key: []}), file)
+        with pytest.raises(ConfigError, match=rf"^RUN=runs/r: config\.yaml can't be read \(has {key}, which no run"):
+            config(here)
+
+
+def test_a_strangers_config_has_the_users_own_cache(here):
+    file = here / "runs/r/config.yaml"
+    stored = OmegaConf.load(file)
+    del stored.trainer.allow_targets, stored.data.cache_dir, stored.data.cache_gb
+    OmegaConf.save(stored, file)
+    found = config(here)
+    assert found["trainer"]["allow_targets"] == [] and found["data"]["cache_dir"] == DataOptions.cache_dir
 
 
 @pytest.mark.slow
@@ -167,6 +219,7 @@ def test_a_run_made_in_python(tmp_path, monkeypatch):
 def test_a_secret_that_was_not_stored_is_asked_for(here):
     file = here / "runs/r/config.yaml"
     file.write_text(file.read_text().replace("width: 8", "width: 8\n  hub_token: '***'"))
+    sign(file)
     done = resume(here)
     assert (done.code, done.err) == (
         78,

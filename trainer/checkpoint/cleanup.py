@@ -1,12 +1,15 @@
 """Deletes the files that killed processes left in a run's folder, and puts checkpoints back. Standard library only."""
 
 import errno
+import json
 import math
 import os
 import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+
+from trainer.checkpoint.manifest import MANIFEST
 
 # Folders of ours, with the number of their attempt; commit.py says what they are. No other file is deleted.
 STAGED = re.compile(r"\.tmp-\d{8,}-([0-9a-f]+)")
@@ -19,7 +22,19 @@ def sweep(run_dir: Path, attempt: int) -> None:
     put_back(run_dir, attempt)
     trash = [path for path in run_dir.glob(".trash-*") if TRASH.fullmatch(path.name)]
     for path in (*_left(run_dir, STAGED, attempt), *_left(run_dir, REPLACED, attempt), *trash):
-        shutil.rmtree(path, ignore_errors=True)
+        if REPLACED.fullmatch(path.name) and others_in(path):
+            os.rename(path, path.with_name(f".abandoned-{path.name.split('-', 1)[1]}-{os.urandom(4).hex()}"))
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def others_in(checkpoint: Path) -> list[str]:
+    """Return the files in a checkpoint that its manifest does not name. A manifest that is damaged names none."""
+    try:
+        named = set(json.loads((checkpoint / MANIFEST).read_bytes())["files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        named = set()
+    return sorted(set(os.listdir(checkpoint)) - {MANIFEST, *named})
 
 
 def put_back(run_dir: Path, attempt: float = math.inf) -> None:

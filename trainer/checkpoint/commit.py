@@ -4,7 +4,8 @@
     <dir>/best.pt                     link to the best one of the same run, with `keep_best`
     <dir>/<run>/step-00001200/        a checkpoint; never changed once it has this name
     <dir>/<run>/.tmp-* .trash-*       left by a killed process: the next process that writes the run deletes it
-    <dir>/<run>/.old-*                replaced by a checkpoint of the same step: put back if the new one is missing
+    <dir>/<run>/.old-*                replaced by a checkpoint of the same step: put back if the new one is missing,
+                                      kept as .abandoned-* if somebody has put a file into it
     <dir>/<run>/.bad-* .abandoned-*   damaged, or of a history that a resume has left: kept until someone deletes them
     <dir>/<run>/.lock                 held by the process that writes the run: one at a time
     <dir>/<run>/ATTEMPT               the process that began last, if a lock fails

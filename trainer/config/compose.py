@@ -8,11 +8,11 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.annotated import as_yaml
+from trainer.config.own_hydra import composed_once, own_hydra
 from trainer.config.schema import knobs
 from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
@@ -20,21 +20,11 @@ from trainer.config.user_yaml import checked_files
 from trainer.errors import ConfigError, nearest, printable, refuse_empty
 from trainer.files import special
 from trainer.other_words import our_key
-from trainer.redact import redact_argument, remove_if_secret
+from trainer.redact import redact_argument
 
 PRIMARY = CONF / "config.yaml"
 NAME = 120  # characters of a run's name, at most
-IN_RUN_DIR = "give trainer.run_dir=FOLDER, with -m as in 'trainer.run_dir=runs/${optimizer.lr}'"
-UNREAD = {  # settings of Hydra's jobs: the value that Hydra or conf/config.yaml gives, and what to do instead
-    "run.dir": (".", IN_RUN_DIR),
-    "sweep.dir": ("runs", IN_RUN_DIR),
-    "sweep.subdir": (".", IN_RUN_DIR),
-    "output_subdir": (None, "config.yaml is in the folder of the run"),
-    "job.chdir": (None, "go to the folder before the command"),
-    "job.env_set": ({}, "set the variables in the shell"),
-    "verbose": (False, "the folder of the run has logs/"),
-}
-
+CONFIGS = ("--config-dir", "--config-path", "--config-name")  # options of Hydra's
 TYPED = {
     "recipe": "recipe=NAME",
     "callbacks": "+callbacks=[NAME,...]",
@@ -58,7 +48,9 @@ def refuse_options(arguments: list[str]) -> None:
     Raises:
         ConfigError: There is one.
     """
-    for option, _, _ in (word.partition("=") for word in arguments):
+    for option, equals, _ in (word.partition("=") for word in arguments):
+        if (option == "-cd" and equals) or (option.startswith("--config-") and option not in CONFIGS):
+            raise ConfigError(f"{option}: can't be shortened here; --config-dir FOLDER adds your configs")
         if option in ("--config-path", "-cp"):
             raise ConfigError(f"{option}: would replace Echelon's configs; --config-dir FOLDER adds yours")
         if option in ("--package", "-p") and not any(word.split("=")[0] in ("--cfg", "-c") for word in arguments):
@@ -110,14 +102,13 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
 
-    jobs, swept = list[Job](), set[Path]()  # the latter are files that Hydra writes about a multirun
+    jobs = list[Job]()
     flags = [word for folder in folders[1:] for word in ("--config-dir", str(folder))]
 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # unresolved: they may hold ${...}
         argv = [redact_argument(original_override(override)) for override in overrides]
-        swept.add(Path(chosen.sweep.dir, "multirun.yaml"))
         recipe = dict(chosen.runtime.choices).get("recipe", "")
         jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
 
@@ -126,9 +117,9 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     words = merge_callbacks([normalize(word, folders) for word in expanded], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
-    stderr = io.StringIO()
+    stderr, places = io.StringIO(), [folder / group for folder in folders[1:] for group in ("", "hydra", *TYPED)]
     try:
-        with contextlib.redirect_stderr(stderr), composed_once(words, folders), own_hydra(), checked_files():
+        with contextlib.redirect_stderr(stderr), composed_once(words, places), own_hydra(), checked_files():
             hydra.main(version_base="1.3", config_path=str(primary.parent), config_name=primary.stem)(collect)()
     except SystemExit as stop:
         if stop.code:
@@ -140,8 +131,6 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
         raise ConfigError(explain(error, folders)) from None
     sys.argv[1:] = map(redact_argument, sys.argv[1:])  # loggers such as wandb store it
     sys.stderr.write(stderr.getvalue())
-    for file in filter(Path.exists, swept):
-        remove_if_secret(file)
     of_optimizer = (fit_optimizer(job.config, job.argv, folders) for job in jobs)
     warnings = ([(logging.WARNING, text) for text in texts] for texts in of_optimizer)
     return [job._replace(messages=[*lines, *own]) for job, own in zip(jobs, warnings, strict=True)]
@@ -153,83 +142,6 @@ def in_our_words(said: str) -> str:
         return f"{said}; see --help"
     fix = our_key(option[2]) or "give settings as KEY=VALUE, without --"
     return f"{option[1]}: there is no such option; {fix}; see --help"
-
-
-@contextlib.contextmanager
-def composed_once(words: list[str], folders: list[Path]) -> Iterator[None]:
-    """Keep Hydra from composing everything once more, to read hydra.mode, unless a word or a user's file may set it."""
-    from hydra._internal.hydra import Hydra
-
-    places = [folder / group for folder in folders[1:] for group in ("", "hydra", *TYPED)]  # a tree may be large
-    files = (path.read_text(errors="replace") for place in places for path in place.glob("*.yaml"))
-    read_mode = Hydra.get_mode
-    if not any("hydra" in text for text in itertools.chain(words, files)):
-        Hydra.get_mode = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        Hydra.get_mode = read_mode
-
-
-@contextlib.contextmanager
-def own_hydra() -> Iterator[None]:
-    """Let Hydra compose configs alone, and refuse what would do more: see `refuse_settings_of_jobs`.
-
-    A folder `hydra_plugins` of the working folder is not loaded: Hydra would run all of its modules, and no config
-    names them.
-
-    Raises:
-        ConfigError: An argument, or a file of the user's, sets more.
-    """
-    from hydra._internal.hydra import Hydra
-    from hydra.core.plugins import Plugins
-
-    with without_working_folder():
-        Plugins.instance()
-    compose_config = Hydra.compose_config
-
-    def checked(self: Hydra, *given: Any, **named: Any) -> Any:
-        config = compose_config(self, *given, **named)
-        refuse_settings_of_jobs(config.hydra)
-        return config
-
-    Hydra.compose_config = checked
-    try:
-        yield
-    finally:
-        Hydra.compose_config = compose_config
-
-
-def refuse_settings_of_jobs(settings: Any) -> None:
-    """Refuse settings of Hydra's jobs: a config is composed as such a job, and the run comes after it.
-
-    Raises:
-        ConfigError: There is one that would change nothing, or a launcher or sweeper other than Hydra's basic ones.
-    """
-    from omegaconf import OmegaConf
-
-    for kind in ("sweeper", "launcher"):
-        target = str(settings[kind]._target_)
-        if not target.startswith("hydra._internal.core_plugins.basic"):
-            name = settings.runtime.choices.get(f"hydra/{kind}", target)
-            raise ConfigError(
-                f"hydra/{kind}={name}: this plugin would train nothing here; leave it out: -m runs one value after "
-                "the other, and trainer.devices=N starts N ranks"
-            )
-    for key, (unset, fix) in UNREAD.items():
-        if (value := OmegaConf.select(settings, key)) != unset:
-            raise ConfigError(f"hydra.{key}={as_yaml(value)}: changes nothing here; {fix}")
-
-
-@contextlib.contextmanager
-def without_working_folder() -> Iterator[None]:
-    """Let imports find nothing in the working folder."""
-    whole, here = sys.path[:], os.getcwd()
-    sys.path[:] = [folder for folder in whole if os.path.abspath(folder) != here]
-    try:
-        yield
-    finally:
-        sys.path[:] = whole
 
 
 def told_apart(job: Job, jobs: list[Job]) -> str:

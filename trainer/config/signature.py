@@ -10,11 +10,14 @@ import secrets
 import stat
 from pathlib import Path
 
+from trainer.config.options import DataOptions
 from trainer.files import write_whole
 from trainer.log import log
 
 NAME = ".signature"  # beside config.yaml
 KEY_BYTES = 32
+CACHE = {"cache_dir": DataOptions.cache_dir, "cache_gb": DataOptions.cache_gb}  # files are deleted there
+UNTRUSTED = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False, **CACHE}}  # instead of a stranger's values
 
 
 class UnusableKey(OSError):
@@ -26,7 +29,7 @@ def sign(config: Path) -> None:
     try:
         write_whole(config.with_name(NAME), _signature(config, make=True).encode())
     except UnusableKey as error:
-        log.warning("%s; evaluate, predict and export of this run need trainer.allow_targets", error)
+        log.warning("%s; resume, evaluate, predict and export of this run need trainer.allow_targets", error)
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
         pass
 

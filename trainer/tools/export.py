@@ -19,8 +19,8 @@ from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
 from trainer.config.check import check
-from trainer.config.options import DataOptions, Options
-from trainer.config.signature import is_own
+from trainer.config.options import Options
+from trainer.config.signature import UNTRUSTED, is_own
 from trainer.config.targets import locate
 from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
@@ -39,8 +39,6 @@ UNTRAINED = {
     "schedule": {"_target_": "trainer.optim.schedule.Constant"},
 }
 READ = ("seed", "allow_targets")  # of the trainer's options
-CACHE = {"cache_dir": DataOptions.cache_dir, "cache_gb": DataOptions.cache_gb}  # files are deleted there
-UNTRUSTED = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False, **CACHE}}  # instead of a stranger's values
 UNREAD = {"batch", "micro_batch", "accumulate", "optimizer", "schedule", "nccl", "tuned"}
 
 

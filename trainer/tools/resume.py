@@ -1,8 +1,10 @@
 """echelon resume RUN [KEY=VALUE...]: goes on with a run from its stored config, overrides on top."""
 
 import argparse
+import re
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from trainer.annotated import as_yaml
 from trainer.checkpoint.locate import CHECKPOINTED, checkpoints
 from trainer.config.check import check
 from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
+from trainer.config.signature import UNTRUSTED, is_own
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit
 from trainer.process.arguments import ArgumentParser
@@ -22,7 +25,7 @@ def resume(folder: Path, overrides: list[str]) -> int:
     """Train on from the run's newest checkpoint, and return the exit code.
 
     Args:
-        folder: Of the run. Its config.yaml is trusted like a YAML of `--config-dir`.
+        folder: Of the run. A config.yaml that no run of this user has written allows nothing itself.
         overrides: As the command takes them.
 
     Raises:
@@ -45,6 +48,9 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
     if {"-m", "--multirun"} & set(overrides):
         raise ConfigError("-m: a resume goes on with one run; leave -m out, and give one value to each key")
     stored, words = read(folder), []
+    if not is_own(folder / "config.yaml"):
+        given = {word.lstrip("+").partition("=")[0] for word in overrides}
+        stored = distrusted(stored, given, f"RUN={printable(str(folder))}")
     for word in overrides:
         key, _, name = word.lstrip("+").partition("=")
         if key == "recipe":
@@ -64,6 +70,41 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
     for job in jobs:
         refuse_elsewhere(job.config["trainer"], folder)
     return jobs
+
+
+def distrusted(stored: Any, given: Collection[str], key: str) -> Any:
+    """Return a config that may be a stranger's without what it allows itself: such keys come from the command alone.
+
+    Args:
+        given: The keys of the command.
+
+    Raises:
+        ConfigError: The config allows something, and the command says nothing about it.
+    """
+    from omegaconf import OmegaConf
+
+    plain: Any = OmegaConf.to_container(stored)
+    asked = {
+        f"{section}.{name}": found
+        for section, values in UNTRUSTED.items()
+        for name, unset in values.items()
+        if (found := plain[section].get(name, unset)) != unset and f"{section}.{name}" not in given
+    }
+    if asked:
+        words = (f"'{name}={typed(value)}'" for name, value in asked.items())
+        raise ConfigError(
+            f"{key}: no run of yours has written this config.yaml here, or it was changed since, so it can't set "
+            f"{', '.join(asked)}; if you trust it, add {' '.join(words)}"
+        )
+    return OmegaConf.merge(stored, UNTRUSTED)
+
+
+def typed(value: Any) -> str:
+    """Return a value as an argument has it; VALUE for one that its config would resolve."""
+    if isinstance(value, list):
+        return f"[{','.join(map(typed, value))}]"
+    text = printable(str(value)) if isinstance(value, str) else as_yaml(value)
+    return "VALUE" if "${" in text else text if re.fullmatch(r"[\w./-]+", text) else f'"{text}"'
 
 
 def refuse_elsewhere(options: dict[str, Any], folder: Path) -> None:
@@ -101,6 +142,8 @@ def read(folder: Path) -> Any:
         raise ConfigError(f"{key}: has no config.yaml; give the folder of a run, as in runs/NAME")
     try:
         refuse_cut(stored := OmegaConf.load(stored_config(file)))
+        if composing := sorted({"defaults", "hydra"} & stored.keys()):
+            raise ConfigError(f"has {composing[0]}, which no run writes")
         return OmegaConf.merge(stored, {"trainer": {"run_dir": str(folder), "resume": "auto"}})
     except Exception as error:  # YAML's or OmegaConf's
         reason = printable(str(error).partition("\n")[0])

@@ -50,6 +50,22 @@ def test_the_command_has_the_result_and_goes_on_with_the_job(run: Path) -> None:
     assert [path.name for path in run.iterdir()] == ["config.yaml"]
 
 
+def test_a_config_that_no_run_of_the_user_wrote_allows_no_package(run: Path, monkeypatch) -> None:
+    """A neighbour may have changed it in the folder of the running job."""
+    (run / "stranger.py").write_text("from pathlib import Path\nPath('mark').mkdir()\nclass X: pass\n")
+    monkeypatch.chdir(run)
+    monkeypatch.syspath_prepend(run)
+    config, odd = config_of(run), OmegaConf.load("config.yaml")
+    odd.trainer.allow_targets.append("stranger")
+    odd.callbacks.x = {"_target_": "stranger.X"}
+    OmegaConf.save(odd, "config.yaml")
+    with pytest.raises(
+        ConfigError, match=r"callbacks\.x\._target_=stranger\.X: stranger is not a package that configs"
+    ):
+        refuse_other_job(config)
+    assert not Path("mark").exists()
+
+
 def test_what_a_resume_refuses_has_no_command(run: Path) -> None:
     choice = Choice({}, {"micro_batch": 5, "accumulate": None})
     said = switch(config_of(run), choice, 2, "mine", run)
@@ -60,7 +76,7 @@ def test_a_run_has_to_be_named_and_to_be_there(run: Path) -> None:
     with pytest.raises(ConfigError, match=r"tune\.apply=true: no run is named; give "):
         refuse_other_job({"trainer": {"run_dir": None}})
     with pytest.raises(ConfigError, match=r"run_dir=.*odd: holds no run"):
-        refuse_other_job({"trainer": {"run_dir": str(run / "odd")}})
+        refuse_other_job({"trainer": {"run_dir": str(run / "odd"), "allow_targets": []}})
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from trainer.checkpoint.compare import flat
 from trainer.checkpoint.locate import checkpoints, noted_in
 from trainer.checkpoint.lock import is_running
 from trainer.checkpoint.manifest import Damaged, verify
+from trainer.config.signature import is_own
 from trainer.errors import ConfigError, printable
 from trainer.plan import stateful
 from trainer.process.calling import echelon
 from trainer.redact import redact
+from trainer.run_dir import refuse_cut, stored_config
 from trainer.tools.cost_model.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, merge, refusal
 
@@ -33,7 +35,7 @@ def refuse_other_job(config: dict[str, Any]) -> None:
     run_dir = config["trainer"]["run_dir"]
     if run_dir is None:
         raise ConfigError("tune.apply=true: no run is named; give trainer.run_dir=runs/NAME of the running job")
-    other, _ = read_job(Path(run_dir))
+    other, _ = read_job(Path(run_dir), config["trainer"]["allow_targets"])
     if not is_running(Path(run_dir)):
         raise ConfigError(
             f"trainer.run_dir={run_dir}: no process writes this run, and tune.apply=true needs a running job; leave it "
@@ -48,24 +50,27 @@ def refuse_other_job(config: dict[str, Any]) -> None:
             )
 
 
-def read_job(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_job(run_dir: Path, allow: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what decides the numbers of a run, and its whole config.
 
+    Args:
+        allow: Packages that a config may name which no run of this user has written.
+
     Raises:
-        ConfigError: There is no config, or one that can't be read.
+        ConfigError: There is no config, or one that can't be read, or that names another package.
     """
-    key = f"trainer.run_dir={run_dir}"
+    key, file = f"trainer.run_dir={run_dir}", run_dir / "config.yaml"
     try:
-        job: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-        return training(job), job
+        job: Any = OmegaConf.to_container(OmegaConf.load(stored_config(file)))
+        refuse_cut(job)
+        if not is_own(file):
+            job["trainer"]["allow_targets"] = allow
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{key}: holds no run; tune.apply=true needs that of the running job") from None
-    except ConfigError:
-        raise
-    except Exception as error:  # the system's, YAML's or OmegaConf's; a file that was cut off lacks keys
-        lacks = f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        reason = printable(getattr(error, "strerror", None) or lacks)
+    except Exception as error:  # the system's, YAML's or OmegaConf's
+        reason = printable(getattr(error, "strerror", None) or str(error).partition("\n")[0])
         raise ConfigError(f"{key}: config.yaml can't be read ({reason}); {WAY_OUT}") from None
+    return training(job), job
 
 
 def training(config: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +88,7 @@ def switch(config: dict[str, Any], choice: Choice, world: int, name: str, folder
     """
     run_dir = Path(config["trainer"]["run_dir"])
     try:
-        _, job = read_job(run_dir)
+        _, job = read_job(run_dir, config["trainer"]["allow_targets"])
     except ConfigError as error:
         return f"{run_dir} keeps its config: {error}"
     if (ranks := manifest_of(run_dir).get("world")) not in (None, world):
