@@ -92,7 +92,7 @@ def test_other_dicts_of_a_validation_alone_are_refused(value, said):
     options = Options(max_steps=1, run_dir="runs/r")
     trainer = Trainer(ValidatedAlone(value), batch=12, options=options, data=DataOptions(workers=0), place=Place())
     with pytest.raises(ConfigError, match=said):
-        trainer.evaluator.evaluate(trainer.eval_model)
+        trainer.loop.parts.evaluator.evaluate(trainer.eval_model)
     trainer.close()
 
 

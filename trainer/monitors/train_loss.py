@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trainer.callback import Gathered
 from trainer.comm.ranks import Ranks
+from trainer.context import Gathered
 from trainer.errors import NumericsError
 from trainer.log import log
 
