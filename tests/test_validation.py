@@ -260,7 +260,7 @@ def test_a_stop_asked_for_in_a_step_leaves_its_validation_to_the_resume(tmp_path
     monkeypatch.chdir(tmp_path)
     begin = StepAgreement.begin
 
-    def asked(agreement: StepAgreement, *own: int) -> Callable[[], int]:
+    def asked(agreement: StepAgreement, *own: Any) -> Callable[[], int]:
         total = begin(agreement, *own)
         agreement.requests = [agreement.state.step == 1, 0, 0]
         return total

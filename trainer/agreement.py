@@ -5,7 +5,9 @@ from collections.abc import Callable
 from functools import partial
 
 from trainer.comm.ranks import Ranks
+from trainer.data.batch import Step
 from trainer.plan import Plan
+from trainer.process.signals import StopSignals
 from trainer.state import TrainingState
 
 
@@ -21,23 +23,25 @@ class StepAgreement:
         bad: Samples of the step that could not be read.
         requests: Ranks that ask to stop, to save and to validate.
         weight: Items of the step. The items of ranks that read the same samples count once.
-        pending: The sums of the step that has begun are not known yet.
+        sums: Waits for the sums of the step that has begun; None once they are known.
+        signals: The signals to stop that this rank has received. `Loop.fit` sets it.
     """
+
+    signals: StopSignals
 
     def __init__(self, ranks: Ranks, state: TrainingState, plan: Plan, data_world: int) -> None:
         self.ranks, self.state, self.plan, self.data_world = ranks, state, plan, data_world
         self.bad, self.requests, self.weight = 0, [0, 0, 0], 0
         self.sums: Callable[[], tuple[int, ...]] | None = None
 
-    def begin(self, bad: int, stops: bool, weight: int) -> Callable[[], int]:
+    def begin(self, data: Step) -> Callable[[], int]:
         """Begin to sum what this rank asks for. Return what waits for the weight of all ranks' items. A collective.
 
         Args:
-            bad: Samples of this rank that could not be read.
-            stops: This rank has received a signal.
-            weight: Items of this rank.
+            data: The samples of this rank.
         """
         now, state, plan = time.monotonic(), self.state, self.plan
+        bad, stops, weight = len(data.bad), bool(self.signals.name), sum(data.weights)
         due = (now - state.saved_at >= plan.save_s, now - state.validated_at >= plan.validate_s)
         if self.ranks.world == 1:
             self.bad, self.requests, self.weight = bad, [stops, *due], weight

@@ -199,4 +199,7 @@ class Context:
         self.stop_reason = self.stop_reason or reason
 
 
+# Attributes that stay as set-up made them.
+FIXED = ("recipe", "options", "plan", "ranks", "batch", "run_dir", "hooks", "callbacks", "module", "strategy", "loss")
+FIXED += ("parameters", "optimizer", "scaler", "loader", "saver", "state", "agreement")
 KNOWN = {name for name in (*Context.__annotations__, *vars(Context)) if not name.startswith("_")}

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, product
+from operator import attrgetter
 from typing import Any
 
 from torch.optim import Optimizer
 
 from trainer.agreement import StepAgreement
 from trainer.callback import UNLOGGED, Role
-from trainer.callback_checks import SAVED, numbers_only, refuse_endless, refuse_new_attributes, saved
+from trainer.callback_checks import SAVED, numbers_only, refuse_attributes, refuse_endless, saved
 from trainer.checkpoint.pretrained import load_weights
 from trainer.comm.phases import Phase, during, marker, running
-from trainer.context import KNOWN, Context
+from trainer.context import FIXED, KNOWN, Context
 from trainer.data.batch import Micro, Split, Step
 from trainer.data.iterable import warn_of_same_batches
 from trainer.errors import NOT_FINITE, ConfigError
@@ -35,6 +36,8 @@ from trainer.setup import Components
 from trainer.summary import report, report_error
 from trainer.timeouts import STILL
 
+MADE = attrgetter(*FIXED)
+
 
 class Loop:
     """Takes the steps of a run, validates, and asks for checkpoints.
@@ -44,7 +47,7 @@ class Loop:
         parts: What they do not get.
     """
 
-    attributes = 0  # of the context, when they were last compared
+    attributes = 0  # of the context, when callbacks were last checked
 
     def __init__(self, context: Context, parts: Components) -> None:
         self.context, self.parts, self.plan, self.checkpointer = context, parts, parts.plan, parts.checkpointer
@@ -58,6 +61,7 @@ class Loop:
         self.trains = list(map(TRAINS, self.followed))
         self.generators = generators_of(context.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
+        self.made = MADE(context)
         self.logged = True  # this step's numbers are measured
         self.compose()
 
@@ -68,7 +72,7 @@ class Loop:
         context.fitted = True
         with StopSignals() as context.signals, ExitStack() as every:  # last first, also if one of them raises
             note = partial(ranks.note_failure, RuntimeError, context.run_dir / "logs")
-            context.signals.on_inspect = note
+            context.signals.on_inspect, self.agreement.signals = note, context.signals
             if self.world > 1:
                 no_log = context.heartbeat.file or context.ended
                 stacks = None if no_log else (context.run_dir / "logs" / f"rank{context.rank}.log").open("a")
@@ -179,7 +183,7 @@ class Loop:
         context.rehearsing = False
 
     def _run_steps(self) -> None:
-        context = self.context
+        context, plan = self.context, self.plan
         while not context.stop_reason:
             if self.mark:
                 self.mark(Phase.DATA)
@@ -188,6 +192,8 @@ class Loop:
                 self.compose()
             if self.mark:
                 self.mark(Phase.CALLBACKS)
+            done = self.state.step + 1
+            self.logged = done % self.options.log_every_steps == 0 or done == plan.max_steps
             self._train_step(data)
             self._after_step()
             if self.state.step == context.heartbeat.began + 2:  # overlap has made its state by now
@@ -210,14 +216,12 @@ class Loop:
         self.context.scaler.update()
 
     def _train_step(self, data: Step) -> None:
-        context, state, done = self.context, self.state, self.state.step + 1
-        self.logged = done % self.options.log_every_steps == 0 or done == self.plan.max_steps
         for generator in self.generators:
-            generator.manual_seed((self.seed_base + state.step * GOLDEN) & (MASK >> 1))
+            generator.manual_seed((self.seed_base + self.state.step * GOLDEN) & (MASK >> 1))
         if not self.rates.settled or list(map(RATE, self.optimizer.param_groups)) != self.rates.given:
-            self.rates.put(state.step + self.plan.ahead)
-        total = self.agreement.begin(len(data.bad), bool(context.signals.name), sum(data.weights))
-        context.data, context.losses = data, self.forward_backward(data, total)
+            self.rates.put(self.state.step + self.plan.ahead)
+        # The agreement begins one int64 all-reduce, alongside the first forward pass.
+        self.context.data, self.context.losses = data, self.forward_backward(data, self.agreement.begin(data))
         for call in self.before_update:
             call()
         if list(map(TRAINS, self.followed)) != self.trains:
@@ -225,9 +229,9 @@ class Loop:
         if self.clips or self.logged:
             self._clip()
         self.update()
-        for p in context.parameters:
+        for p in self.context.parameters:
             p.grad = None  # what zero_grad does, at a tenth of its cost
-        state.step, state.samples = done, state.samples + context.batch
+        self.state.step, self.state.samples = self.state.step + 1, self.state.samples + self.context.batch
 
     def _laid_out(self, data: Step) -> Step:
         """Return the data of the next step, once what trains in it is laid out over the ranks."""
@@ -273,7 +277,7 @@ class Loop:
             context.metrics = {}
             for call in self.hooks[UNLOGGED]:
                 call(context)
-        if len(vars(context)) != self.attributes:
+        if len(vars(context)) != self.attributes or MADE(context) != self.made:
             self._check_callbacks()
         if agreed.bad:
             assert plan.epoch_samples
@@ -358,7 +362,8 @@ class Loop:
         context, names = self.context, vars(self.context).keys()
         if not self.attributes and isinstance(self.optimizer, Optimizer):
             refuse_state_elsewhere(self.optimizer)
-        refuse_new_attributes(names - KNOWN, KNOWN, context.callbacks)
+        replaced = [name for name, made in zip(FIXED, self.made, strict=True) if getattr(context, name) is not made]
+        refuse_attributes(names - KNOWN, replaced, KNOWN, context.callbacks)
         for (name, callback), hook in product(context.callbacks.items(), () if self.attributes else SAVED):
             if not type(callback).__module__.startswith("trainer."):
                 saved(name, callback, hook)

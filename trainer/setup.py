@@ -29,6 +29,7 @@ from trainer.log import log, log_to_terminal
 from trainer.monitors import replica_check
 from trainer.monitors.named_losses import NamedLosses, combined
 from trainer.monitors.train_loss import TrainLoss
+from trainer.optim.group_settings import GroupSettings
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.rates import Rates
 from trainer.optim.schedule import Constant
@@ -142,7 +143,8 @@ def build(trainer: Context, plan: Plan, optimizer: MakeOptimizer) -> Components:
     trainer.optimizer = hooks.wrap("wrap_optimizer", trainer, made)
     _refuse_too_large(trainer)
     rates = Rates(plan.rate, trainer.optimizer, resumed=bool(plan.resumed))
-    checkpointer.parts.update(scaler=trainer.scaler, quarantine=quarantine, rates=rates)
+    settings = GroupSettings(trainer.optimizer)
+    checkpointer.parts.update(scaler=trainer.scaler, quarantine=quarantine, rates=rates, group_settings=settings)
     passes = Accumulate(trainer.loss, trainer.strategy, trainer.scaler)
     forward_backward = hooks.wrap("wrap_forward_backward", trainer, passes)
     evaluator = _open_loader(trainer, plan)
@@ -186,7 +188,7 @@ def _checked_loss(trainer: Context) -> CheckedLoss:
         refuse_complex(trainer.module, "trainer.clip_value", "clips real numbers")
     if trainer.scaler.is_enabled():
         refuse_complex(trainer.module, "trainer.precision=fp16", "scales real gradients")
-    named = NamedLosses(trainer.recipe.loss, lambda: None if trainer.rehearsing else trainer.step)
+    named = NamedLosses(trainer.recipe, lambda: None if trainer.rehearsing else trainer.step)
     trainer.gathered.append((lambda: named.sums(trainer.data.weights), combined))
     elsewhere = parameters_elsewhere(trainer.recipe, trainer.module)
     weight = weight_of(trainer.recipe) or count_samples

@@ -33,7 +33,7 @@ class Rates:
         """Put the rates of a step into the groups.
 
         Raises:
-            ConfigError: User code has added a group, or has set a rate that the schedule sets, too.
+            ConfigError: User code has added or removed a group, or has set a rate that the schedule sets, too.
         """
         groups = self.optimizer.param_groups
         if self.given and list(map(RATE, groups)) != self.given:
@@ -51,8 +51,8 @@ class Rates:
     def _follow(self, step: int, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(self.peaks):
             raise ConfigError(
-                f"optimizer: add_param_group() was called before step {step + 1}, and a resume would not have this "
-                "group; put all parameters into groups at the start, where they may be frozen"
+                f"optimizer: a group was added or removed before step {step + 1}, and a resume would not know of it; "
+                "put all parameters into groups at the start, where they may be frozen"
             )
         for i, (group, given) in enumerate(zip(groups, self.given, strict=True)):
             if group["lr"] == given:

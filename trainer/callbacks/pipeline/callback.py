@@ -188,7 +188,7 @@ class PipelineParallel(Callback):
             )  # fmt: skip
             with closing(loader):
                 batch = next(loader.train(plan.manifest.get("samples", 0), stop=0)).peek()
-            loss = trainer.precision.cast(NamedLosses(recipe.loss, lambda: None))
+            loss = trainer.precision.cast(NamedLosses(recipe, lambda: None))
             with trainer.precision.converted(model):
                 found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
         every = trainer.ranks.gather(found)
