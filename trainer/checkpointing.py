@@ -106,7 +106,8 @@ class Checkpointer:
     def save(self, last: bool = False) -> None:
         """Begin a checkpoint of this step; wait for the last one. A collective.
 
-        Weights that are not finite end the run, and are not written: the newest checkpoint can be resumed.
+        Weights that are not finite end the run, and are not written: the newest checkpoint can be resumed. While the
+        loss is not finite, nothing is written, so that retention keeps the last checkpoint whose loss was.
 
         Raises:
             ConfigError: The last checkpoint can't be written. After a signal, only if there is no older checkpoint.
@@ -121,11 +122,15 @@ class Checkpointer:
         if not (finite := self.is_finite()):
             log.error("step %d: weights are not finite, so no checkpoint of them is written", state.step)
             trainer.stop(NOT_FINITE)
+        elif trainer.train_loss.spoils:
+            since = trainer.train_loss.since
+            log.warning("step %d: the loss is not finite since step %d, so no checkpoint is written", state.step, since)
+        unusable = not finite or trainer.train_loss.spoils
         began_at = saver.began_at
         write_s = max(0.0, saver.written_at - began_at)  # of the checkpoint before
         try:
             saver.save(
-                state.step, self.collect, last, must=validated, stopped=stopped, saved=self.is_saved() or not finite
+                state.step, self.collect, last, must=validated, stopped=stopped, saved=self.is_saved() or unusable
             )
         finally:
             if last:

@@ -304,7 +304,7 @@ class Loop:
         self.state.count_seconds()
         losses = context.train_loss
         metrics = losses.measure(context.losses, context.data.weights, self.state.step, context.gathered)
-        if losses.since is not None and not self.checkpointer.is_finite():
+        if losses.ends or (losses.since is not None and not self.checkpointer.is_finite()):
             context.stop(NOT_FINITE)
         metrics["train/lr"] = self.optimizer.param_groups[0]["lr"]
         if not self.hooks.defers and (self.clips or self.logged):

@@ -114,7 +114,8 @@ def _claim_folder(trainer: Context, plan: Plan, refused: ExitStack) -> None:
         start_log(trainer.run_dir, trainer.rank)
     trainer.heartbeat = Heartbeat(os.environ.get("ECHELON_HEARTBEAT", ""))
     trainer.saver = make_saver(trainer, claimed)
-    trainer.train_loss = TrainLoss(trainer.ranks)
+    guarded = any(callback.role is Role.GUARD for callback in plan.callbacks.values())
+    trainer.train_loss = TrainLoss(trainer.ranks, guarded)
     if plan.epoch_samples and trainer.batch > plan.epoch_samples:
         log.warning(
             "batch=%d: recipe.data('train') has %d samples, so a step takes each sample %.4g times",
