@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from trainer.callback import Callback, Role, TrainerProtocol, only_logged
+from trainer.callback import Callback, Role, only_logged
+from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -40,7 +41,7 @@ class GrowSequence(Callback):
             raise ConfigError(f"{KEY}: {len(lengths)} lengths and {len(until)} durations; give each length an until")
         self.lengths, self.until = lengths, until
 
-    def wrap_model(self, trainer: TrainerProtocol, model: nn.Module) -> nn.Module:
+    def wrap_model(self, trainer: Context, model: nn.Module) -> nn.Module:
         whole = self._sequence(trainer.recipe)
         wrong = [length for length in self.lengths if length < SHORTEST or whole % length or length == whole]
         if wrong or not rises(self.lengths):
@@ -56,7 +57,7 @@ class GrowSequence(Callback):
             log.warning(text, plan.max_steps, self.length(plan.max_steps - 1), whole, key)
         return model
 
-    def wrap_batches(self, trainer: TrainerProtocol, steps: Iterator[Step]) -> Iterator[Step]:
+    def wrap_batches(self, trainer: Context, steps: Iterator[Step]) -> Iterator[Step]:
         recipe: Any = trainer.recipe
         before: int | None = -1
         for data in steps:  # `trainer.step` is restored by now
@@ -71,7 +72,7 @@ class GrowSequence(Callback):
         return next((length for length, end in zip(self.lengths, self.ends, strict=True) if step < end), None)
 
     @only_logged
-    def on_step_end(self, trainer: TrainerProtocol) -> None:
+    def on_step_end(self, trainer: Context) -> None:
         recipe: Any = trainer.recipe
         trainer.metrics["train/sequence"] = float(recipe.length or self._sequence(recipe))
 

@@ -13,10 +13,11 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from toy_recipe import Toy
 
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.comm.ranks import Ranks
 from trainer.composition import arrange
 from trainer.config.options import DataOptions, Options
+from trainer.context import Context
 from trainer.data.bad_samples import Bad
 from trainer.data.batch import Micro, Split, Step
 from trainer.errors import ConfigError
@@ -36,7 +37,7 @@ class Lockstep(DDP):
 
     lockstep = True
 
-    def __init__(self, trainer: TrainerProtocol, model: nn.Module) -> None:
+    def __init__(self, trainer: Context, model: nn.Module) -> None:
         super().__init__(model, trainer.rank, trainer.world, trainer.device, trainer.ddp, None, lambda: trainer.step)
         self.group = trainer.ranks.new_group()
         self.passes = 0

@@ -272,6 +272,29 @@ def test_weights_that_are_not_finite_end_the_run_and_are_in_no_checkpoint(log_ev
     assert json.loads(Path("runs/r/summary.json").read_text())["stopped"] == "max_steps"
 
 
+def spoilt_from(step: int) -> Toy:
+    """Its loss is not finite from that step of training on, and the weights stay finite: a constant has no gradient."""
+    seen: list[int] = []
+
+    def loss(self, model, batch):
+        seen.extend([0] * model.training)
+        return Toy.loss(self, model, batch) + (float("nan") if len(seen) >= step else 0.0)
+
+    return with_method("loss", loss)
+
+
+@pytest.mark.parametrize(("spoilt", "steps", "kept"), [(4, 6, [2, 3]), (9, 9, [7, 8])])
+def test_a_loss_that_stays_not_finite_ends_the_run_and_replaces_no_checkpoint(spoilt, steps, kept):
+    """The last step of a run needs no second one."""
+    checkpoint = CheckpointOptions(every_steps=1, keep=2)
+    options = {"run_dir": "runs/r", "checkpoint": checkpoint, "log_every_steps": 1 if spoilt == 9 else 2}
+    with pytest.raises(NumericsError, match=rf"is not finite since step {spoilt}; .*ckpt/r/step-0000000{kept[-1]} "):
+        fit(spoilt_from(spoilt), max_steps=9, **options)
+    summary = json.loads(Path("runs/r/summary.json").read_text())
+    assert (summary["stopped"], summary["steps"]) == ("not finite", steps)
+    assert sorted(path.name for path in Path("ckpt/r").glob("step-*")) == [f"step-0000000{step}" for step in kept]
+
+
 def test_one_loss_that_is_not_finite_is_a_warning_if_the_weights_stay_finite():
     recipe = nan_from(2)
     assert Trainer(

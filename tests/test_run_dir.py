@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from toy_recipe import Toy
 
+from trainer import setup
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.monitors.metrics_file import MetricsFile
@@ -62,13 +63,13 @@ def test_a_strangers_manifest_sends_a_run_into_no_folder_of_the_users(name, monk
         Path(folder, "config.yaml").write_text("precious")
     before = contents("conf") | contents(".ssh") | contents("runs/r")
     found = next(Path("downloads").iterdir())
-    real = Trainer._open_run
+    real = setup.make_run_dir
 
-    def forged(trainer: Trainer, *args: Any) -> None:
-        trainer.plan.manifest["run_dir"] = name
-        real(trainer, *args)
+    def forged(plan: Any, stem: str) -> Path:
+        plan.manifest["run_dir"] = name
+        return real(plan, stem)
 
-    monkeypatch.setattr(Trainer, "_open_run", forged)
+    monkeypatch.setattr(setup, "make_run_dir", forged)
     trainer = make(resume=str(found), max_steps=6)
     trainer.fit()
     assert trainer.run_dir.parent == Path("runs") and trainer.run_dir != Path("runs/r") and trainer.step == 6

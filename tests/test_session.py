@@ -63,7 +63,7 @@ def test_gpus_that_srun_hides_from_each_other_are_told_of(tmp_path, monkeypatch,
     told = "warning: srun --gpus-per-task=1: each rank sees its own GPU alone"
     for hidden in (False, True):
         monkeypatch.setattr(Ranks, "gpus_hidden", lambda self, hidden=hidden: hidden)
-        describe(trainer, NCCLOptions())
+        describe(trainer.loop, NCCLOptions())
         assert (told in capsys.readouterr().out) == hidden
     trainer.close()
 
@@ -76,7 +76,7 @@ def test_ranks_that_share_a_batch_are_told_apart_from_replicas(world, counted, t
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(Toy(), batch=12, place=Place())
     trainer.world = world
-    describe(trainer, NCCLOptions())
+    describe(trainer.loop, NCCLOptions())
     trainer.close()
     line = next(line for line in capsys.readouterr().out.splitlines() if "batch 12" in line)
     assert line.startswith(counted) and f"batch 12 = 1 {'rank(s)' if world == 1 else 'replica(s)'} x" in line

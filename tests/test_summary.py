@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from trainer.context import Command
 from trainer.summary import earlier, go_on, grouped, resume, tell_place
 
 ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -33,7 +34,7 @@ def test_the_command_that_goes_on(tmp_path, monkeypatch):
 
 def test_the_short_command_that_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer: Any = SimpleNamespace(run_dir=Path("r"), argv=[])
+    trainer: Any = SimpleNamespace(run_dir=Path("r"), command=Command([]))
     assert resume(trainer) == ""  # no config
     Path("r").mkdir()
     Path("r/config.yaml").write_text("recipe: {hub_token: '***'}")
@@ -77,5 +78,5 @@ def test_a_printed_command_can_be_typed_whatever_the_name_of_the_run(name, tmp_p
     folder = Path(name)
     folder.mkdir()
     (folder / "config.yaml").write_text("batch: 1")
-    typed = shlex.split(resume(SimpleNamespace(run_dir=folder, argv=[])))[-1]
+    typed = shlex.split(resume(SimpleNamespace(run_dir=folder, command=Command([]))))[-1]
     assert Path(typed) == folder and not typed.startswith("-")

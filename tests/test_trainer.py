@@ -3,9 +3,7 @@
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from toy_recipe import Toy
 from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, NumericsError
-from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.process.heartbeat import Heartbeat
 from trainer.trainer import Trainer
@@ -71,7 +68,7 @@ def test_an_error_is_reported_before_any_clean_up():
             order.append("clean-up")
 
     trainer = make(Toy(), {"fails": Fails()})
-    trainer.on_error = lambda error: order.append(str(error))
+    trainer.command.on_error = lambda error: order.append(str(error))
     with pytest.raises(RuntimeError, match="trouble"):
         trainer.fit()
     assert order == ["trouble", "clean-up"]
@@ -87,7 +84,7 @@ def test_a_hook_for_errors_that_fails_hides_no_error_and_no_report():
 
     reported: list[str] = []
     trainer = make(Toy(), {"fails": Fails()})
-    trainer.on_error = lambda error: reported.append(str(error))
+    trainer.command.on_error = lambda error: reported.append(str(error))
     with pytest.raises(RuntimeError, match=r"^trouble"):
         trainer.fit()
     assert reported == ["trouble"] and "trouble" in (trainer.run_dir / "summary.json").read_text()
@@ -103,27 +100,6 @@ def test_one_graph_is_kept_from_a_step_to_the_next():
 
     make(Toy(), {"watch": Watch()}, accumulate=3).fit()
     assert graphs == [[False, False, True]] * 2
-
-
-class Stopped(BaseException):
-    pass
-
-
-def test_gradients_are_views_of_buckets_on_a_gpu():
-    """A model would be on it next."""
-
-    class Stops(Toy):
-        def model(self) -> nn.Module:
-            raise Stopped
-
-    for device, view in (("cuda", True), ("cpu", False)):
-        built: Any = SimpleNamespace(
-            options=SHORT, device=torch.device(device), recipe=Stops(), hooks={"build_model": []}
-        )
-        built._build_model = partial(Trainer._build_model, built)
-        with pytest.raises(Stopped):
-            Trainer._build(built, adamw)
-        assert built.ddp["gradient_as_bucket_view"] is view
 
 
 def still(place: Place) -> bool:

@@ -115,14 +115,14 @@ def test_the_terminal_shows_the_users_frames_and_counts_the_others(where, folder
     assert failed.err.count("KeyError: 'mine'") == failed.err.count("ECHELON_TRACEBACK=1 shows them") == 1
     assert re.search(r"^  \.\.\. \d+ frame\(s\) of trainer", failed.err, re.MULTILINE)
     assert len(failed.err.splitlines()) < 20, failed.err
-    assert "trainer.py" in files((folder / "runs/r/logs/rank0.log").read_text())
+    assert {"loop.py", "setup.py"} & files((folder / "runs/r/logs/rank0.log").read_text())
     assert summary(folder)["stopped"] == "error" and "KeyError: 'mine'" in summary(folder)["error"]
 
 
 @pytest.mark.slow
 def test_all_frames_on_demand(folder):
     failed = fail(folder, "loss 0", ECHELON_TRACEBACK="1")
-    assert {"mine.py", "trainer.py", "main.py"} <= files(failed.err) and "ECHELON" not in failed.err
+    assert {"mine.py", "session.py", "main.py"} <= files(failed.err) and "ECHELON" not in failed.err
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -168,13 +168,13 @@ def test_the_rank_that_failed_first(where, folder):
     assert files(failed.err) == {"mine.py"} and "KeyError: 'mine'" in failed.err
     assert re.match(r"rank \d: (SampleFault: sample \d+: )?KeyError: 'mine'$", summary(folder)["error"])
     if where == "loss 1":
-        assert {"mine.py", "trainer.py"} <= files((folder / "runs/r/logs/rank1.log").read_text())
-        assert r"/trainer/trainer.py\"" in (folder / "runs/r/logs/events.jsonl").read_text()
+        assert {"mine.py", "session.py"} <= files((folder / "runs/r/logs/rank1.log").read_text())
+        assert r"/trainer/recipe_checks.py\"" in (folder / "runs/r/logs/events.jsonl").read_text()
 
 
 def test_under_a_launcher_that_shows_no_errors(folder):
     failed = fail(folder, "loss 0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    assert failed.code == 1 and "mine.py" in files(failed.err) and "trainer.py" not in files(failed.err)
+    assert failed.code == 1 and "mine.py" in files(failed.err) and "session.py" not in files(failed.err)
 
 
 def test_a_syntax_error_of_the_users_is_shown(folder):

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from toy_recipe import Points, Toy
 
+from trainer.agreement import StepAgreement
 from trainer.callback import Callback
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.locate import checkpoints
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.data.batch import Step
 from trainer.errors import ConfigError, DataError
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.process.environment import Place
@@ -186,7 +186,7 @@ def test_a_collective_that_fails_does_not_hide_why_validation_did(tmp_path, monk
 
     monkeypatch.setattr(trainer.ranks, "gather", gather)
     with pytest.raises(OSError, match="no more memory"):
-        trainer.evaluator.evaluate(trainer.eval_model)
+        trainer.loop.parts.evaluator.evaluate(trainer.eval_model)
     trainer.close()
 
 
@@ -258,14 +258,14 @@ def test_a_signal_ends_a_validation_and_a_resume_makes_it_again(world, tmp_path,
 
 def test_a_stop_asked_for_in_a_step_leaves_its_validation_to_the_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    agree = Trainer._agree
+    begin = StepAgreement.begin
 
-    def asked(trainer: Trainer, data: Step) -> Callable[[], int]:
-        total = agree(trainer, data)
-        trainer.requests = [trainer.step == 1, 0, 0]
+    def asked(agreement: StepAgreement, *own: Any) -> Callable[[], int]:
+        total = begin(agreement, *own)
+        agreement.requests = [agreement.state.step == 1, 0, 0]
         return total
 
-    monkeypatch.setattr(Trainer, "_agree", asked)
+    monkeypatch.setattr(StepAgreement, "begin", asked)
     assert signalled(Place()) == ("signal", 2, [])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

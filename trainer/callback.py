@@ -1,129 +1,26 @@
-"""The contract of a callback: its hooks, its role, its conflicts, and the part of the trainer that it may use."""
+"""The contract of a callback: its hooks, its role and its conflicts."""
 
 import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from enum import IntEnum
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer.annotated import called, check_arguments
-from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
-from trainer.config.options import Options
+from trainer.context import Context
 from trainer.data.batch import Split, Step
-from trainer.data.loader import Loader
 from trainer.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
-from trainer.precision import Precision
-from trainer.process.heartbeat import Heartbeat
-from trainer.process.signals import StopSignals
 
 OWN = re.compile(r"trainer\.(?:callbacks|monitors)\.(\w+)")
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # where a word of a class name begins
 
 Event = TypeVar("Event", bound=Callable[..., None])
-# Returns a JSON value of this rank; makes metrics of all ranks' values.
-Gathered = tuple[Callable[[], Any], Callable[[list[Any]], dict[str, float]]]
-
-
-class PlanProtocol(Protocol):
-    """The part of the plan that a callback may read."""
-
-    max_steps: int | None
-    accumulate: int  # micro-batches of each rank, without a callback that splits
-    epoch_samples: int | None  # None: the data has no epochs
-    source: Any  # samples by reference, or an iterable of batches
-    order: Any  # of the samples; None: the recipe yields batches
-    ahead: int  # steps of this batch that a checkpoint's samples make, less its own steps
-    data: Any  # `DataOptions`
-    validate_every: Any  # a `Duration`; None: only at the end
-    manifest: dict[str, Any]  # of the checkpoint that the run resumes; empty for a new run
-    micro: int  # samples of the largest micro-batch, without a callback that splits
-
-    def step_after(self, key: str, given: Any) -> int:
-        """Return the step that ends a duration from the run's beginning, such as '2 epochs'."""
-        ...
-
-    def samples_at(self, step: int) -> int:
-        """Return the samples that the run has trained on after a step."""
-        ...
-
-    def features(self) -> set[str]:
-        """Return the features of the trainer that are on, as `Callback.conflicts` names them."""
-        ...
-
-
-class TrainerProtocol(Protocol):
-    """The public attributes of the trainer. A callback may read them, and set those that say so."""
-
-    # The run.
-    recipe: Any
-    options: Options
-    rank: int
-    world: int
-    device: torch.device
-    ranks: Ranks
-    precision: Precision
-    run_dir: Path
-    batch: int  # samples per optimizer step, over all ranks
-    loader: Loader  # of the data
-    ddp: dict[str, Any]  # arguments of DistributedDataParallel; may be changed in `wrap_model`
-    heartbeat: Heartbeat  # this rank's signs of life: a callback announces long work
-    rehearsing: bool  # the rehearsal runs, whose passes are discarded
-    undo: ExitStack  # puts settings of the process back when `fit` ends, or if the run is refused; add yours
-    hooks: dict[str, list[Callable[..., Any]]]  # of the callbacks, by name, in their order; a list may be replaced
-    # The model and its optimizer, once they are built.
-    module: nn.Module  # the recipe's, wrapped by callbacks, without a strategy around it
-    eval_model: nn.Module  # the model that is validated and exported; may be set
-    global_model: nn.Module  # the model that is saved; may be set
-    parameters: list[nn.Parameter]
-    optimizer: Any
-    new_optimizer: Callable[[nn.Module], Optimizer]  # makes the run's optimizer for the parameters of a module
-    scaler: GradScaler
-    reduce: Reduce | None  # the chain, if a callback has wrapped the reduction
-    # The step.
-    data: Step
-    losses: list[Tensor]  # of this rank's micro-batches; the last one's graph has run backward
-    weight: int  # items of the step, over all ranks
-    step: int
-    samples: int
-    seconds: float
-    stop_reason: str  # empty while the run goes on; a hook that hears a signal, on all ranks, may set "signal"
-    signals: StopSignals  # its `name` is that of a signal to stop that this rank has received
-    lag: int  # steps by which the weights are behind `step`; may be set
-    metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
-    train_loss: Any  # `measure` gives this step's loss over all ranks, and is a collective
-    gathered: list[Gathered]  # what the ranks exchange at logged steps; may be added to
-
-    @property
-    def plan(self) -> PlanProtocol: ...
-
-    @property
-    def strategy(self) -> Strategy: ...
-
-    @property
-    def callbacks(self) -> "Mapping[str, Callback]": ...
-
-    @property
-    def buckets(self) -> list[list[int]]:
-        """The buckets of gradients when the first step began, as indices of `parameters`."""
-        ...
-
-    def emit(self, hook: str, *args: Any) -> None:
-        """Call this event of all callbacks."""
-        ...
-
-    def stop(self, reason: str) -> None:
-        """End the run after this step. Call it on all ranks or on none."""
-        ...
 
 
 class Role(IntEnum):
@@ -148,7 +45,7 @@ class Role(IntEnum):
     OBSERVE = 13  # shows numbers, or stops the run
 
 
-UNLOGGED = "on_step_end, not logged"  # of `TrainerProtocol.hooks`: those that follow steps without numbers
+UNLOGGED = "on_step_end, not logged"  # a further list of `Hooks`: those that follow steps without numbers
 
 
 def only_logged(on_step_end: Event) -> Event:
@@ -178,87 +75,87 @@ class Callback:
     requires: Mapping[str, str] = {}  # a capability -> reason and way out
 
     # Set-up, in this order; `split` alone is called for each step. Each takes an object and returns one of its kind.
-    def build_model(self, trainer: TrainerProtocol, build: Callable[[], nn.Module]) -> nn.Module:
+    def build_model(self, trainer: Context, build: Callable[[], nn.Module]) -> nn.Module:
         """Return the result of `build`: the recipe's model, on the CPU. A model on the meta device stays there."""
         return build()
 
-    def wrap_model(self, trainer: TrainerProtocol, model: nn.Module) -> nn.Module:
+    def wrap_model(self, trainer: Context, model: nn.Module) -> nn.Module:
         """Return the module, which is on its device and not distributed yet. Keep the parameters' names."""
         return model
 
-    def wrap_reduce(self, trainer: TrainerProtocol, reduce: Reduce) -> Reduce:
+    def wrap_reduce(self, trainer: Context, reduce: Reduce) -> Reduce:
         """Return the communication of one bucket, which is blocking code. Called only with two ranks or more."""
         return reduce
 
-    def distribute(self, trainer: TrainerProtocol, model: nn.Module) -> Strategy:
+    def distribute(self, trainer: Context, model: nn.Module) -> Strategy:
         """Return a layout of the model over the ranks instead of DDP. One callback of role SHARD may have this hook.
 
         Beside a callback of a role in `shares_with`, this one's hook is not called.
         """
         raise NotImplementedError
 
-    def wrap_optimizer(self, trainer: TrainerProtocol, optimizer: Optimizer) -> Optimizer:
+    def wrap_optimizer(self, trainer: Context, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer of the strategy's parameters."""
         return optimizer
 
-    def wrap_forward_backward(self, trainer: TrainerProtocol, run: ForwardBackward) -> ForwardBackward:
+    def wrap_forward_backward(self, trainer: Context, run: ForwardBackward) -> ForwardBackward:
         """Return the forward and backward passes of a step. The passes of the rehearsal go through them, too."""
         return run
 
-    def wrap_batches(self, trainer: TrainerProtocol, steps: Iterator[Step]) -> Iterator[Step]:
+    def wrap_batches(self, trainer: Context, steps: Iterator[Step]) -> Iterator[Step]:
         """Return the steps' data, one item a step. Called in `fit`."""
         return steps
 
-    def split(self, trainer: TrainerProtocol, position: int) -> Split:
+    def split(self, trainer: Context, position: int) -> Split:
         """Return the split of the step at this position of the stream of samples. One callback of role BATCH may.
 
         The split is a pure function, the same on all ranks: loading asks ahead of the step, and a resume asks again.
         """
         raise NotImplementedError
 
-    def rehearse(self, trainer: TrainerProtocol, run_pass: Callable[[Any], None], batch: Any) -> None:
+    def rehearse(self, trainer: Context, run_pass: Callable[[Any], None], batch: Any) -> None:
         """Measure discarded passes: `run_pass` runs `forward_backward` on a batch, for example this rank's first.
 
         Called in `fit`, on every rank.
         """
 
     # Events.
-    def on_fit_start(self, trainer: TrainerProtocol) -> None:
+    def on_fit_start(self, trainer: Context) -> None:
         """Prepare for the first step: state is restored."""
 
-    def on_before_optimizer_step(self, trainer: TrainerProtocol) -> None:
+    def on_before_optimizer_step(self, trainer: Context) -> None:
         """Read or change the gradients: they are reduced and unscaled, not yet clipped."""
 
-    def on_step_undone(self, trainer: TrainerProtocol) -> None:
+    def on_step_undone(self, trainer: Context) -> None:
         """Drop state of this step: a guard has dropped the step's gradients."""
 
-    def on_step_end(self, trainer: TrainerProtocol) -> None:
+    def on_step_end(self, trainer: Context) -> None:
         """Follow a step: `trainer.step` counts it, and `trainer.metrics` has numbers if it is logged.
 
         Loggers take numbers that a callback adds at logged steps alone.
         Mark the hook `@only_logged` if it does nothing at other steps.
         """
 
-    def on_flush(self, trainer: TrainerProtocol) -> None:
+    def on_flush(self, trainer: Context) -> None:
         """Finish deferred work: the weights are about to be read."""
 
-    def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Context, metrics: dict[str, float]) -> None:
         """Take the metrics of a validation, the same on all ranks."""
 
-    def on_media(self, trainer: TrainerProtocol, media: Mapping[str, Any]) -> None:
+    def on_media(self, trainer: Context, media: Mapping[str, Any]) -> None:
         """Take texts, images and values for histograms (`trainer.monitors.media.prepared`), on rank 0 alone.
 
         The recipe's `media` gives them at each validation. A callback may give its own:
         `trainer.emit("on_media", {"generated": text})`.
         """
 
-    def on_event(self, trainer: TrainerProtocol, event: str, facts: dict[str, Any]) -> None:
+    def on_event(self, trainer: Context, event: str, facts: dict[str, Any]) -> None:
         """Take what happened beside the steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
 
-    def on_error(self, trainer: TrainerProtocol, error: BaseException) -> None:
+    def on_error(self, trainer: Context, error: BaseException) -> None:
         """Add to the error that ends the run, such as a note, before it is reported."""
 
-    def on_fit_end(self, trainer: TrainerProtocol) -> None:
+    def on_fit_end(self, trainer: Context) -> None:
         """Release resources. Always called, also after an exception."""
 
     def state_dict(self) -> dict[str, Any]:

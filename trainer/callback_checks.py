@@ -21,6 +21,12 @@ RETURNED: Mapping[str, tuple[type, str]] = {
     "split": (Split, "a Split"),
 }
 INSTEAD = {"should_stop": "call trainer.stop('reason'), on all ranks", "model": "read trainer.module"}
+WRAPS = {
+    "optimizer": "return it from the hook wrap_optimizer",
+    "module": "return it from the hook wrap_model, or change its parameters' data",
+    "strategy": "return it from the hook distribute",
+    "loss": "set trainer.recipe.loss",
+}
 SAVED = ("state_dict", "rank_state_dict", "decisions")
 STATES = (*SAVED, "load_state_dict", "load_rank_state_dict", "merge_rank_states", "has_ended")
 
@@ -99,20 +105,27 @@ def saved(name: str, callback: Callback, hook: str) -> dict[str, Any]:
     return value
 
 
-def refuse_new_attributes(names: Iterable[str], known: Iterable[str], callbacks: Mapping[str, Callback]) -> None:
-    """Refuse attributes of the trainer that it does not have, since nothing reads them.
+def refuse_attributes(
+    new: Iterable[str], replaced: Iterable[str], known: Iterable[str], callbacks: Mapping[str, Callback]
+) -> None:
+    """Refuse attributes that were set on the trainer, and that nothing reads.
 
     Args:
-        names: The attributes that were set.
-        known: Those that the trainer has.
+        new: Attributes that the trainer does not have.
+        replaced: Attributes of which it uses what set-up made.
+        known: All that it has.
 
     Raises:
         ConfigError: The message names the callback that sets the attribute, if its source does.
     """
-    for name in sorted(names):
+    for name in (*sorted(new), *replaced):
         where = next((f"callbacks.{c}.{hook}(): " for c, one in callbacks.items() for hook in setters(one, name)), "")
-        instead = INSTEAD.get(name, f"keep state of your own in the callback's attributes ({nearest(name, known)})")
-        raise ConfigError(f"{where}trainer.{name} was set, and the trainer has no such attribute; {instead}")
+        why, instead = "and the trainer has no such attribute", "keep state of your own in the callback's attributes"
+        if name in known:
+            why, instead = "and the steps use what set-up made", WRAPS.get(name, "make another Trainer with it")
+        else:
+            instead = INSTEAD.get(name, f"{instead} ({nearest(name, known)})")
+        raise ConfigError(f"{where}trainer.{name} was set, {why}; {instead}")
 
 
 def refuse_endless(max_steps: int | None, callbacks: Mapping[str, Callback]) -> None:

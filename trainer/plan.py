@@ -128,7 +128,7 @@ class Plan:
     def _set_intervals(self) -> None:
         """Set the steps and seconds between validations and between checkpoints; infinity means never.
 
-        With `trainer.checkpoint.every=auto`, `training_state` sets `save_s` anew after each checkpoint.
+        With `trainer.checkpoint.every=auto`, `Checkpointer` sets `save_s` anew after each checkpoint.
         """
         options = self.options
         self.validate_every = every = self._parse_validate_every()

@@ -21,10 +21,12 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.signature import sign
 from trainer.config.targets import LIBRARIES
 from trainer.config.tuned import Tuned, cpu_name, differences
+from trainer.context import Command
 from trainer.data.shards.transforms import build_stages
 from trainer.errors import STOPPED, ConfigError, DataError, UnavailableError
 from trainer.files import write_whole
 from trainer.log import log
+from trainer.loop import Loop
 from trainer.optim.groups import WithGroups
 from trainer.plan import RunSpec
 from trainer.process.environment import Place
@@ -33,7 +35,6 @@ from trainer.redact import redact, remember
 from trainer.rng import RECIPE_DATA, mix, seed_all
 from trainer.timeouts import STILL
 from trainer.trainer import Trainer
-from trainer.training_state import model_identity
 
 Report = Callable[[BaseException], None]
 # Variables by which libraries choose kernels, and so the order of sums; not those of the number of threads.
@@ -45,7 +46,7 @@ OF_RECIPE = ("trainer.optim.factories.of_recipe", "trainer.optim.schedule.OfReci
 
 
 def build_components(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> dict[str, Any]:
-    """Return the arguments of `Trainer` that `config` describes: all but `place`, `name` and `spec`."""
+    """Return the arguments of `Trainer` that `config` describes: all but `place`, `name` and `command`."""
     remember(config)
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
@@ -95,17 +96,17 @@ def train(
         on_error: Called with the error of a failed run, before the clean-up.
         end_failed: Called then, if the device has failed, to end the process: torch aborts when it frees pinned memory.
     """
-    typed = plain(flat(redact(config)))
-    trainer = make_trainer(config, name, place, spec, argv=argv, typed=typed, on_error=on_error, end_failed=end_failed)
+    command = Command(
+        argv, spec, plain(flat(redact(config))), arithmetic(),
+        lambda run_dir: save_config(redact(config), run_dir), on_error, end_failed,
+    )  # fmt: skip
+    trainer = make_trainer(config, place=place, name=name, command=command)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
     if trainer.world == 1 and not os.isatty(0):  # at a terminal somebody may be in a debugger
         stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path
         trainer.heartbeat.watch(STILL * trainer.options.timeout_s, lambda: None, stderr)
-    trainer.settings |= typed | arithmetic()
-    if trainer.rank == 0:
-        trainer.on_accepted = lambda: save_config(redact(config), trainer.run_dir)
     if not trainer.ended:
-        describe(trainer, build_options(NCCLOptions, config["nccl"]))
+        describe(trainer.loop, build_options(NCCLOptions, config["nccl"]))
     tuned = config.get(TUNED)
     if tuned and (other := differences(tuned, machine(trainer.ranks, tuned["link"]))):
         log.warning("+tuned: was measured on another machine (%s); measure here by echelon tune", other)
@@ -126,19 +127,14 @@ def end(code: int) -> int:
     return code
 
 
-def make_trainer(
-    config: dict[str, Any], name: str, place: Place | None, spec: RunSpec | None, **attributes: Any
-) -> Trainer:
-    """Build the trainer, which has the `attributes` from the beginning.
+def make_trainer(config: dict[str, Any], **run: Any) -> Trainer:
+    """Build the trainer that `config` describes, with the further arguments `run`.
 
     Raises:
         UnavailableError: A restarted rank refuses a setting or data that was valid when the run was planned.
     """
-    trainer = Trainer.__new__(Trainer)
-    vars(trainer).update(attributes)
     try:
-        trainer.__init__(**build_components(config), place=place, name=name, spec=spec)
-        return trainer
+        return Trainer(**build_components(config), **run)
     except (ConfigError, DataError) as error:
         if os.environ.get("ECHELON_ATTEMPT", "0") == "0":
             raise
@@ -166,20 +162,21 @@ def save_config(config: dict[str, Any], run_dir: Path) -> None:
         sign(path)
 
 
-def describe(trainer: Trainer, nccl: NCCLOptions) -> None:
+def describe(loop: Loop, nccl: NCCLOptions) -> None:
     """Log the run, the model's size, the device, the batch, the optimizer and the callbacks."""
-    plan, parameters = trainer.plan, sum(p.numel() for p in trainer.module.parameters())
+    trainer, plan = loop.context, loop.plan
+    parameters = sum(p.numel() for p in trainer.module.parameters())
     data_world = trainer.strategy.data_world
     readers = "rank(s)" if data_world == trainer.world else "replica(s)"
-    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.argv or ()))
+    log.info("run %s  %s", trainer.run_dir, shlex.join(trainer.command.argv or ()))
     log.info(
         "%d rank(s) on %s, %s, %s parameters; batch %d = %d %s x %d micro-batch(es) x %s%d samples",
         trainer.world, trainer.device.type, trainer.precision.label, f"{parameters:,}",
         trainer.batch, data_world, readers, plan.accumulate,
         "at most " if trainer.batch % (data_world * plan.accumulate) else "", plan.micro,
     )  # fmt: skip
-    optimizer, group = model_identity(trainer)["optimizer"], trainer.optimizer.param_groups[0]
-    log.info("optimizer %s, lr %g, weight decay %g", optimizer, trainer.rates.peaks[0], group.get("weight_decay", 0.0))
+    optimizer, group = loop.checkpointer.model_identity()["optimizer"], trainer.optimizer.param_groups[0]
+    log.info("optimizer %s, lr %g, weight decay %g", optimizer, loop.rates.peaks[0], group.get("weight_decay", 0.0))
     order = ", ".join(f"{name} ({callback.role.name})" for name, callback in trainer.callbacks.items())
     log.info("callbacks, in order: %s", order or "none")
     if trainer.ranks.gpus_hidden():

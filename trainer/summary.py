@@ -6,21 +6,23 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.callback_checks import owner
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
+from trainer.comm.device import has_failed
 from trainer.comm.ranks import in_collective
-from trainer.errors import NOT_FINITE
+from trainer.context import Context
+from trainer.errors import NOT_FINITE, exit_code
 from trainer.files import usual_permissions, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
-from trainer.parallel.strategy import Strategy
 from trainer.process.calling import echelon
-from trainer.process.crash import read_summary
+from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import detect
 from trainer.recipe_checks import call_summary
 from trainer.redact import HIDDEN
@@ -35,38 +37,7 @@ ENDS = {  # other ends have finished
 }
 
 
-class FinishedTrainer(Protocol):
-    """The attributes of a trainer that the end of a run reads."""
-
-    argv: Sequence[str] | None
-    device: torch.device
-    eval_model: Any
-    last_metrics: dict[str, float]
-    options: Any
-    precision: Any
-    rank: int
-    recipe: Any
-    run_dir: Path
-    samples: int
-    seconds: float
-    module: Any
-    step: int
-    stop_reason: str
-    summary: dict[str, Any]
-    validation: dict[str, float]
-    world: int
-
-    @property
-    def best(self) -> dict[str, Any]: ...
-
-    @property
-    def checkpoint(self) -> Path | None: ...
-
-    @property
-    def strategy(self) -> Strategy: ...
-
-
-def report(trainer: FinishedTrainer) -> None:
+def report(trainer: Context) -> None:
     """Write the summary, which becomes `trainer.summary`, log the result, and export the model; on rank 0 only."""
     if trainer.rank:
         return
@@ -96,7 +67,7 @@ def report(trainer: FinishedTrainer) -> None:
     if trainer.best:
         log.info("best        %s", best_in_words(trainer.best, trainer.checkpoint))
     if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
-        log.info("go on with  %s", go_on(trainer.argv, trainer.checkpoint.parent))
+        log.info("go on with  %s", go_on(trainer.command.argv, trainer.checkpoint.parent))
         if short := resume(trainer):
             log.info("or with     %s", short)
     if exports_now:
@@ -118,7 +89,7 @@ def best_in_words(best: Mapping[str, Any], checkpoint: Path | None) -> str:
     return f"{best['metric']} {readable(best['value'])} at step {best['step']}{where}"
 
 
-def exported(trainer: FinishedTrainer) -> nn.Module:
+def exported(trainer: Context) -> nn.Module:
     """Return the validated model; if this rank has a part of it only, a new one with the last checkpoint's weights."""
     if trainer.strategy.whole:
         return trainer.eval_model
@@ -127,7 +98,36 @@ def exported(trainer: FinishedTrainer) -> nn.Module:
     return model
 
 
-def tell_place(error: Any, trainer: Any) -> None:
+def report_error(
+    trainer: Context, kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> None:
+    """Note the error that ends a run, for its peers, its launcher and its folder. It is an `__exit__`."""
+    if error is None:
+        return
+    tell_place(error, trainer)
+    for call in trainer.hooks["on_error"] if trainer.fitted else ():
+        try:
+            call(trainer, error)
+        except Exception:
+            log.exception("%s.on_error failed", owner(call, trainer.callbacks))  # peers still wait for the report
+    trainer.command.on_error(error)
+    refused = not trainer.accepted and exit_code(error) != 1
+    logs = trainer.run_dir / "logs"
+    if isinstance(error, Exception) and not (refused or trainer.ended):
+        follows = in_collective(error)
+        note_crash(trainer.run_dir, error, trainer.rank, trainer.world, done(trainer), follows=follows)
+    trainer.ranks.note_failure(kind, logs)
+    if has_failed(trainer.device):
+        trainer.command.end_failed(error)
+
+
+def done(trainer: Context) -> dict[str, int]:
+    """Return the steps and samples that are done: until the state is loaded, those of the checkpoint."""
+    saved = {} if trainer.state.loaded else trainer.plan.manifest
+    return {"steps": saved.get("step", trainer.step), "samples": saved.get("samples", trainer.samples)}
+
+
+def tell_place(error: Any, trainer: Context) -> None:
     """Give an error the run's batch, and the samples of the micro-batch in which it came, for `errors.message`.
 
     Samples are no cause of a collective that fails.
@@ -157,10 +157,10 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
     return f"the same {launcher} ... {shlex.join(['-m', 'trainer.main', *words])}"
 
 
-def resume(trainer: FinishedTrainer) -> str:
+def resume(trainer: Context) -> str:
     """Return the short command that resumes a run; empty if it needs a launcher, or a setting that is not stored."""
     file = trainer.run_dir / "config.yaml"
-    if trainer.argv is None or detect(os.environ).launcher not in OURS or not file.exists():
+    if trainer.command.argv is None or detect(os.environ).launcher not in OURS or not file.exists():
         return ""
     return "" if HIDDEN in file.read_text() else shlex.join([*echelon(), "resume", named(trainer.run_dir)])
 
@@ -179,7 +179,7 @@ def quoted(path: Path) -> str:
     return f'"{escaped}"'
 
 
-def export_from(trainer: FinishedTrainer, checkpoint: Path, folder: Path) -> str:
+def export_from(trainer: Context, checkpoint: Path, folder: Path) -> str:
     """Return the command that exports a checkpoint, with the settings that an export refuses to take from a config.
 
     Without the run's config, return what a program does instead.
@@ -220,7 +220,7 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def circumstances(trainer: FinishedTrainer) -> dict[str, Any]:
+def circumstances(trainer: Context) -> dict[str, Any]:
     return {
         "best": trainer.best,
         "steps": trainer.step,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recipes.lightning.honoured import TRAINER
 from recipes.lightning.strategy import AttachedStrategy, NoSuchAttribute
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.recipe_checks import describe
 
@@ -152,7 +152,7 @@ class AttachedTrainer:
 
     def __init__(self) -> None:
         vars(self).update(datamodule=None, lightning_module=None, configured=None, strategy=AttachedStrategy(self))
-        self.echelon: TrainerProtocol | None = None
+        self.echelon: Context | None = None
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
         self.last_batch, self.after_batch = False, False
         self.logged, self.in_training_step = Logged(), False
@@ -184,7 +184,7 @@ class AttachedTrainer:
             self.training, self.predicting, self.logged = before
 
     @property
-    def run(self) -> TrainerProtocol:
+    def run(self) -> Context:
         """Echelon's trainer.
 
         Raises:

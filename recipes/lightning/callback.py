@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from recipes.lightning.attached import Logged
 from recipes.lightning.data import plain_attributes, refuse_ranks
 from recipes.lightning.module import find, overrides
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
+from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import ForwardBackward
@@ -36,7 +37,7 @@ class LightningHooks(Callback):
     open = False
     conflicts = {Role.SPLIT: "a training_step can't be cut into stages; leave one out"}
 
-    def build_model(self, trainer: TrainerProtocol, build: Callable[[], nn.Module]) -> nn.Module:
+    def build_model(self, trainer: Context, build: Callable[[], nn.Module]) -> nn.Module:
         recipe = trainer.recipe
         if not hasattr(recipe, "view"):
             name = type(recipe).__name__
@@ -58,7 +59,7 @@ class LightningHooks(Callback):
         self.plateaus: dict[int, dict[str, float]] = recipe.configured.plateaus
         return model
 
-    def wrap_forward_backward(self, trainer: TrainerProtocol, run: ForwardBackward) -> ForwardBackward:
+    def wrap_forward_backward(self, trainer: Context, run: ForwardBackward) -> ForwardBackward:
         module = find(trainer.module)
         own = [hook for hook in GRADIENT_HOOKS if overrides(module, hook)]
         if not own:
@@ -78,7 +79,7 @@ class LightningHooks(Callback):
 
         return passes
 
-    def on_fit_start(self, trainer: TrainerProtocol) -> None:
+    def on_fit_start(self, trainer: Context) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
         recipe.passes, self.epoch = 0, recipe.view.current_epoch
         recipe.view.logged.clear()
@@ -115,7 +116,7 @@ class LightningHooks(Callback):
         """Return what training_step logs for the step."""
         return {name: both for name, both in logged.numbers().items() if of_epoch.get(name, True)}
 
-    def on_step_end(self, trainer: TrainerProtocol) -> None:
+    def on_step_end(self, trainer: Context) -> None:
         recipe, module = trainer.recipe, find(trainer.module)
         ended = recipe.view.epochs_at(trainer.step) > self.epoch
         if trainer.lag and any(overrides(module, hook) for hook in (*BATCH_HOOKS, *(EPOCH_HOOKS if ended else ()))):
@@ -139,7 +140,7 @@ class LightningHooks(Callback):
             trainer.metrics |= self.of_epoch
             self.of_epoch = {}
 
-    def _refuse_changed_data(self, trainer: TrainerProtocol) -> None:
+    def _refuse_changed_data(self, trainer: Context) -> None:
         """Raise ConfigError if a hook has changed an attribute of the samples, of which data workers have copies."""
         for name, value in plain_attributes(trainer.recipe).items():
             if trainer.loader.options.workers and repr(value) != repr(self.samples.get(name, value)):  # NaN is itself
@@ -155,7 +156,7 @@ class LightningHooks(Callback):
             self.sums[name] = [total + more for total, more in zip(both, logged.sums[name], strict=True)]
         self.objects |= {name: metric for name, metric in logged.metrics.items() if name in of_epoch}
 
-    def _end_epoch(self, trainer: TrainerProtocol, module: Any) -> None:
+    def _end_epoch(self, trainer: Context, module: Any) -> None:
         """Call the module's hook. The values of the epoch, as means over ranks, are in the next logged step's metrics.
 
         A name that training_step logs with on_epoch gets `_epoch` at its end, as in Lightning.
@@ -170,10 +171,10 @@ class LightningHooks(Callback):
         self.sums, self.objects = {}, {}
         logged.clear()
 
-    def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Context, metrics: dict[str, float]) -> None:
         trainer.recipe.configured.validated(trainer.step, metrics)
 
-    def on_fit_end(self, trainer: TrainerProtocol) -> None:
+    def on_fit_end(self, trainer: Context) -> None:
         module: Any = find(trainer.module)
         if trainer.stop_reason:  # no error
             if self.open:

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from scripts.bench.report import Goal, Row, at_most, median_ratio, parser, positive, print_machine, report
 from scripts.command import command
 from trainer.callback import Callback
+from trainer.checkpointing import Checkpointer
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
-from trainer.training_state import save, state_dict
 
 WIDTH = 2048
 LAYERS = {"100MB": 2, "2GB": 40}  # of WIDTH x WIDTH float32, with two moments each
@@ -62,6 +62,8 @@ class Wide:
 
 class Way:
     """A way to save. `begin` returns when training may continue, with a function that tells whether all is done."""
+
+    checkpointer: Checkpointer
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.thread = folder, ThreadPoolExecutor(1)
@@ -96,7 +98,7 @@ class Copy(Way):
     buffers: list[Tensor] | None = None
 
     def begin(self, trainer: Trainer) -> Done:
-        tensors = [t.detach() for section in state_dict(trainer, ()).values() for t in leaves(section)]
+        tensors = [t.detach() for section in self.checkpointer.collect().common.values() for t in leaves(section)]
         if self.buffers is None:
             self.buffers = [torch.zeros_like(t) for t in tensors]
         began = time.perf_counter()
@@ -117,7 +119,7 @@ class Nothing(Way):
 
 class Echelon(Way):
     def begin(self, trainer: Trainer) -> Done:
-        save(trainer)
+        self.checkpointer.save()
         assert trainer.saver.writing is not None
         return trainer.saver.writing.done
 
@@ -255,6 +257,7 @@ def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]
                 data=DataOptions(workers=0),
                 place=Place(),
             )
+            Way.checkpointer = trainer.loop.checkpointer
             trainer.fit()
         finally:
             os.chdir(here)

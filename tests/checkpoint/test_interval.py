@@ -114,10 +114,11 @@ def test_state_comes_back(tmp_path: Path) -> None:
     made.restart_s = 12.0
     made.measure(1.5, 3.0, 100.0)
     again = Interval(True, 1, tmp_path)
-    again.load_state_dict(json.loads(json.dumps(made.state_dict())), 100.0)
+    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    again.decide(100.0)
     assert again.state_dict() == made.state_dict() and again.seconds == made.seconds
     plain = Interval(False, 1, tmp_path)
-    plain.load_state_dict({}, 100.0)
+    plain.decide(100.0)
     assert plain.state_dict() == {} and plain.seconds == FIRST
 
 
@@ -125,7 +126,7 @@ def test_state_comes_back(tmp_path: Path) -> None:
 def test_odd_state_is_refused(tmp_path: Path, odd: object) -> None:
     state = {"stall_s": 1.0, "write_s": 1.0, "restart_s": odd, "failures": 0}
     with pytest.raises((ValueError, TypeError)):
-        Interval(True, 1, tmp_path).load_state_dict(state, 1.0)
+        Interval(True, 1, tmp_path).load_state_dict(state)
 
 
 def test_torchrun_s_restarts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,7 +288,7 @@ def test_nor_is_what_it_has_written_set_aside():
     """By a resume from an older one, that was stopped as it began."""
     make(AtStep()).fit()
     trainer = make(AtStep(), 1000, resume="ckpt/r/step-00000002")
-    trainer.on_accepted = lambda: commit.begin(Path("ckpt/r"))
+    trainer.command.on_accepted = lambda run_dir: commit.begin(Path("ckpt/r"))
     with pytest.raises(ConfigError, match="and ends; nothing needs to be done"):
         trainer.fit()
     assert steps() == [2, 4, 6]

@@ -76,7 +76,7 @@ def train(
         ),
     )  # fmt: skip
     trainer.fit()
-    return watch.refs, watch.gradients, trainer.quarantine.count
+    return watch.refs, watch.gradients, trainer.loop.parts.quarantine.count
 
 
 def lines(name: str = "r") -> list[dict[str, Any]]:

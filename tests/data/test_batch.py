@@ -36,7 +36,7 @@ from trainer.data.source import MapReader, Samples
 from trainer.errors import DataError
 
 IN_PROCESS = DataOptions(workers=0, lanes=5, block=4)
-ABOVE = ("plan", "trainer", "callback", "callbacks", "recipe", "batch", "session", "validation", "training_state")
+ABOVE = ("plan", "trainer", "callback", "callbacks", "recipe", "batch", "session", "validation", "checkpointing")
 
 
 def test_data_imports_nothing_from_above():

@@ -96,7 +96,7 @@ def test_media_change_no_number(tmp_path, monkeypatch):
     batch = {"x": torch.rand(3, 8)}
     before = torch.get_rng_state()
     with torch.no_grad():
-        assert runs[1].evaluator._ask_media(runs[1].module.eval(), batch).keys() == {"out", "x", "text"}
+        assert runs[1].loop.parts.evaluator._ask_media(runs[1].module.eval(), batch).keys() == {"out", "x", "text"}
     runs[1].module.train()
     assert torch.equal(torch.get_rng_state(), before)
     for trainer in runs:

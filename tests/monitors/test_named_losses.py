@@ -1,6 +1,7 @@
 """Several losses by name: means over the items of all ranks and micro-batches, and what is no such dict."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ OTHER = [
 @pytest.mark.parametrize(("value", "said"), OTHER)
 def test_other_dicts_are_refused(value, said):
     with pytest.raises(ConfigError, match=said):
-        NamedLosses(lambda model, batch: value, lambda: 0)(None, None)
+        NamedLosses(SimpleNamespace(loss=lambda model, batch: value), lambda: 0)(None, None)
 
 
 class ValidatedAlone(Toy):
@@ -92,14 +93,16 @@ def test_other_dicts_of_a_validation_alone_are_refused(value, said):
     options = Options(max_steps=1, run_dir="runs/r")
     trainer = Trainer(ValidatedAlone(value), batch=12, options=options, data=DataOptions(workers=0), place=Place())
     with pytest.raises(ConfigError, match=said):
-        trainer.evaluator.evaluate(trainer.eval_model)
+        trainer.loop.parts.evaluator.evaluate(trainer.eval_model)
     trainer.close()
 
 
 def test_passes_outside_of_steps_and_repeated_ones_do_not_count():
     step: list[int | None] = [None]
     values = iter([1.0, 2.0, 3.0, 4.0])
-    named = NamedLosses(lambda model, batch: {"loss": torch.ones(()), "a": next(values)}, lambda: step[0])
+    named = NamedLosses(
+        SimpleNamespace(loss=lambda model, batch: {"loss": torch.ones(()), "a": next(values)}), lambda: step[0]
+    )
     named(None, None)
     step[0] = 0
     for _ in range(3):  # the first ran out of memory, and was repeated

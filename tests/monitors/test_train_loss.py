@@ -36,7 +36,7 @@ def test_a_loss_that_stops_being_finite_is_told_of_once(measured: TrainLoss, cap
     with caplog.at_level("WARNING", "echelon"):
         for step, value in enumerate((1.0, math.inf, math.nan), start=1):
             measured.measure(losses(value), [1], step)
-            assert measured.lost == (step == 3)  # one step may have been skipped
+            assert measured.lost == measured.spoils == (step > 1) and measured.ends == (step == 3)
     assert [record.getMessage() for record in caplog.records] == ["step 2: the loss is inf"]
     assert str(measured.refusal(3, "ckpt/r/step-00000001")) == (
         "train/loss is not finite since step 2; lower optimizer.lr, or check the data or the loss; "
@@ -44,6 +44,13 @@ def test_a_loss_that_stops_being_finite_is_told_of_once(measured: TrainLoss, cap
     )
     measured.measure(losses(1.0), [1], 4)
     assert (measured.finite_at, measured.lost) == (4, False)
+
+
+def test_a_guard_may_skip_a_step_and_decides_how_many() -> None:
+    guarded = TrainLoss(Ranks(Place(), "cpu", "auto", 60.0), guarded=True)
+    for step, value in enumerate((1.0, math.inf, math.nan), start=1):
+        guarded.measure(losses(value), [1], step)
+        assert guarded.lost == (step == 3) and not guarded.spoils and not guarded.ends
 
 
 def test_one_that_was_never_finite_ends_the_run(measured: TrainLoss) -> None:

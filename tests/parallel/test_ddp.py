@@ -148,7 +148,7 @@ def trained(place: Place, callback: str, share_all: bool) -> tuple[set[str], byt
             Constant(), {**deferred, "watch": Watch()}, batch=12, place=place, data=DataOptions(workers=0),
             options=Options(max_steps=5, run_dir=f"runs/{share_all}", checkpoint=CheckpointOptions(every_steps=None)),
         )  # fmt: skip
-        trainer._finish = lambda: None  # a validation shares all buffers
+        trainer.loop._finish = lambda: None  # a validation shares all buffers
         trainer.fit()
     names = {name for names in noted.names(trainer.module) for name in names}
     return names, b"".join(t.numpy().tobytes() for t in trainer.module.state_dict().values())

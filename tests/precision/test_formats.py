@@ -349,7 +349,7 @@ def test_bf16_params_are_masters_of_a_bf16_model(tmp_path, monkeypatch):
     optimizer, low = sgd(masters.parameters()), copy.deepcopy(masters).to(torch.bfloat16)
     pairs = list(zip(low.parameters(), masters.parameters(), strict=True))
     for step in range(4):
-        torch.manual_seed((trainer.seed_base + step * GOLDEN) & (MASK >> 1))
+        torch.manual_seed((trainer.loop.seed_base + step * GOLDEN) & (MASK >> 1))
         micros = [next(batches), next(batches)]
         weights = [recipe.weight(batch) for batch in micros]
         for batch, weight in zip(micros, weights, strict=True):

@@ -139,10 +139,10 @@ def test_the_summary_has_the_first_cause_whatever_rank_failed(trouble, rank, lin
 FAILED_DEVICE = """
 import atexit
 
-import trainer.trainer
+import trainer.summary
 from toy_recipe import Toy
 
-trainer.trainer.has_failed = lambda device: True
+trainer.summary.has_failed = lambda device: True
 
 
 class Failing(Toy):

@@ -1,5 +1,6 @@
 """The places in a run at which a test can make trouble: what has no hook is wrapped, in that run's processes."""
 
+import gc
 import os
 import shutil
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 
 from trainer.checkpoint import commit
 from trainer.checkpoint.manifest import STEP
+from trainer.loop import Loop
 
 Reach = Callable[[str], None]
 
@@ -34,6 +36,8 @@ def watch(trainer: Any, reach: Reach) -> None:
 
 
 def watch_steps(trainer: Any, reach: Reach) -> None:
+    loop = next(found for found in gc.get_objects() if isinstance(found, Loop) and found.context is trainer)
+
     def each(place: str, items: Iterator[Any]) -> Iterator[Any]:
         for item in items:
             reach(place)
@@ -44,16 +48,17 @@ def watch_steps(trainer: Any, reach: Reach) -> None:
         reach("after_forward")
         return value
 
-    def passes(*args: Any, of: Any = trainer.forward_backward) -> Any:
+    def passes(*args: Any, of: Any = loop.forward_backward) -> Any:
         losses = of(*args)
         reach("after_backward")
         return losses
 
-    validate = trainer.evaluator.batches
-    trainer.forward_backward = passes
-    trainer.stream = each("after_fetch", trainer.stream)
+    evaluator = loop.parts.evaluator
+    validate = evaluator.batches
+    loop.forward_backward = passes
+    loop.stream = each("after_fetch", loop.stream)
     trainer.loss.compute = loss
-    trainer.evaluator.batches = {"val": lambda: each("eval", validate["val"]())}
+    evaluator.batches = {"val": lambda: each("eval", validate["val"]())}
     trainer.optimizer.register_step_pre_hook(lambda *_: reach("before_step"))
 
 

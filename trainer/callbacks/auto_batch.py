@@ -8,7 +8,8 @@ from torch import Tensor
 
 from trainer.annotated import PositiveInt, fits
 from trainer.batch import split_batch
-from trainer.callback import Callback, Role, TrainerProtocol, name_of
+from trainer.callback import Callback, Role, name_of
+from trainer.context import Context
 from trainer.data.batch import Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
 from trainer.data.parts import Parts
@@ -103,15 +104,13 @@ class AutoBatch(Callback):
             )
         self._decide(trainer, trainer.plan.manifest.get("samples", 0))
 
-    def _fits(self, trainer: TrainerProtocol, run_pass: Callable[[Any], None], batch: Any, micro: int) -> bool:
+    def _fits(self, trainer: Context, run_pass: Callable[[Any], None], batch: Any, micro: int) -> bool:
         """Return whether passes of `micro` samples fit on all ranks. A collective."""
         trainer.strategy.share_buffers()
         fit = fits_beside(self.beside, lambda: run_pass(repeat_batch(batch, micro, KEY)), trainer.device)
         return not self._vote(trainer, not fit)
 
-    def _passes(
-        self, trainer: TrainerProtocol, run: ForwardBackward, data: Step, total: Callable[[], int]
-    ) -> list[Tensor]:
+    def _passes(self, trainer: Context, run: ForwardBackward, data: Step, total: Callable[[], int]) -> list[Tensor]:
         """Run the passes of a step on parts that fit, again if they do not, then reduce the gradients."""
         if self.probing:
             data.reduces = False
@@ -139,14 +138,14 @@ class AutoBatch(Callback):
         parts = Parts(kept, self.micro, self.weigh, KEY)
         losses += parts.merge(run(parts, total))
 
-    def _vote(self, trainer: TrainerProtocol, failed: bool) -> int:
+    def _vote(self, trainer: Context, failed: bool) -> int:
         """Return the ranks that have failed. If any has, forget the gradients. A collective."""
         (ranks,) = trainer.ranks.agree((int(failed),))()
         if ranks:
             drop_gradients(trainer.parameters, trainer.device)
         return ranks
 
-    def _halve(self, trainer: TrainerProtocol, ranks: int) -> None:
+    def _halve(self, trainer: Context, ranks: int) -> None:
         """Halve the micro-batch for the rest of the run.
 
         Raises:
@@ -162,7 +161,7 @@ class AutoBatch(Callback):
         if not trainer.rehearsing:
             self._decide(trainer, trainer.samples + trainer.batch)
 
-    def _decide(self, trainer: TrainerProtocol, samples: int) -> None:
+    def _decide(self, trainer: Context, samples: int) -> None:
         """Load micro-batches of the new size from where no rank has loaded yet. A collective."""
         asked = max(trainer.ranks.gather(self.asked))
         last = self.made.made[-1].position if self.made.made else 0

@@ -4,8 +4,9 @@ import math
 from typing import Any, Literal
 
 from trainer.annotated import NonNegativeFloat, PositiveInt
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback
 from trainer.checkpoint.direction import warn_of_direction
+from trainer.context import Context
 from trainer.errors import ConfigError
 
 
@@ -48,7 +49,7 @@ class EarlyStop(Callback):
             self.best, self.best_step = value, trainer.step
         self._stop_if_due(trainer)
 
-    def _stop_if_due(self, trainer: TrainerProtocol) -> None:
+    def _stop_if_due(self, trainer: Context) -> None:
         if self.bad >= self.patience:
             best = self.best if self.mode == "min" else -self.best
             when = f" at step {self.best_step}" if self.best_step else ""

@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from trainer.annotated import Beta
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
+from trainer.context import Context
 from trainer.log import log
 from trainer.parallel.averaged_model import AveragedModel
 
@@ -55,7 +56,7 @@ class EMA(Callback):
     def on_flush(self, trainer) -> None:
         self._follow(trainer)
 
-    def _follow(self, trainer: TrainerProtocol) -> None:
+    def _follow(self, trainer: Context) -> None:
         if trainer.step - trainer.lag == self.step:
             return
         self.step = trainer.step - trainer.lag

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.annotated import AtMost, Beta, NonNegativeInt, PositiveFloat, PositiveInt
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
 from trainer.comm.codecs.registry import make, refuse
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.recipe_checks import refuse_complex
@@ -85,7 +86,7 @@ class GradCompress(Callback):
             reduce.across = self._compress(trainer, reduce.across, reduce.nodes, reduce.node)
         return reduce
 
-    def _compress(self, trainer: TrainerProtocol, reduce: Reduce, ranks: int, rank: int) -> Reduce:
+    def _compress(self, trainer: Context, reduce: Reduce, ranks: int, rank: int) -> Reduce:
         self.codec.join(ranks, rank, trainer.options.seed)
 
         def compressed(flat: Tensor, bucket: Bucket) -> Tensor:

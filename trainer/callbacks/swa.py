@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.config.duration import Duration
+from trainer.context import Context
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -81,7 +82,7 @@ class SWA(Callback):
         if self.samples and self.updated != self.averaged and trainer.stop_reason != "signal":
             self._update_bn(trainer)
 
-    def _follow(self, trainer: TrainerProtocol) -> None:
+    def _follow(self, trainer: Context) -> None:
         step = trainer.step - trainer.lag
         if step == self.step:
             return
@@ -92,7 +93,7 @@ class SWA(Callback):
             trainer.eval_model = self.model.module
 
     @torch.no_grad()
-    def _update_bn(self, trainer: TrainerProtocol) -> None:
+    def _update_bn(self, trainer: Context) -> None:
         """Compute the statistics, unless a signal to stop ends the pass: they then stay. A collective."""
         tensors = [tensor for layer in self.layers for tensor in statistics(layer)]
         before = [tensor.clone() for tensor in tensors]
@@ -107,7 +108,7 @@ class SWA(Callback):
             torch._foreach_copy_(tensors, before)
             trainer.stop_reason = "signal"
 
-    def _run_passes(self, trainer: TrainerProtocol, batches: Iterable[Micro]) -> bool:
+    def _run_passes(self, trainer: Context, batches: Iterable[Micro]) -> bool:
         """Run the model forward on each batch; return whether no signal to stop came. All ranks run as many passes."""
         loss, generators = trainer.precision.cast(trainer.recipe.loss), generators_of(trainer.device)
         key = mix(trainer.options.seed, UPDATE_BN, trainer.strategy.data_rank)
@@ -124,7 +125,7 @@ class SWA(Callback):
             trainer.heartbeat.beat()
         return True
 
-    def _steps(self, trainer: TrainerProtocol, name: str) -> int:
+    def _steps(self, trainer: Context, name: str) -> int:
         given, plan = self.knobs[name], trainer.plan
         if given is not None and name == "start":
             return plan.step_after(f"{KEY}.{name}", given)
@@ -134,7 +135,7 @@ class SWA(Callback):
             raise ConfigError(f"{KEY}.{name}=null: must know the end of the run; give trainer.max_steps or a duration")
         return math.ceil(SHARE * plan.max_steps)
 
-    def _refuse_end(self, trainer: TrainerProtocol) -> None:
+    def _refuse_end(self, trainer: Context) -> None:
         first, most = max(self.start, 1) if self.start else self.every, trainer.plan.max_steps
         if most is None:
             return
@@ -147,7 +148,7 @@ class SWA(Callback):
         count = (most - first) // self.every + 1
         log.info("swa: averages the weights of %d steps: %d, then every %d", count, first, self.every)
 
-    def _samples(self, trainer: TrainerProtocol) -> int:
+    def _samples(self, trainer: Context) -> int:
         """Return the number of samples in the pass for BatchNorm."""
         steps = self._steps(trainer, "update_bn")
         if steps and trainer.plan.order is None:
@@ -167,7 +168,7 @@ class SWA(Callback):
         self.restored = state
 
 
-def peers(trainer: TrainerProtocol) -> dist.ProcessGroup | None:
+def peers(trainer: Context) -> dist.ProcessGroup | None:
     """Return the group of ranks with the same layers and other data; None: there is no other rank."""
     if trainer.world == 1:
         return None

@@ -71,14 +71,19 @@ class Interval:
             past = getattr(self, name)
             if value:
                 setattr(self, name, SMOOTHING * past + (1 - SMOOTHING) * value if past else value)
-        self.failures = max(self.failures, noted(self.logs))
-        self._decide(trained_s)
+        self.decide(trained_s)
 
     def mtbf_s(self, trained_s: float) -> float:
         return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices)
 
-    def _decide(self, trained_s: float) -> None:
-        """Set the interval. A checkpoint begins no sooner than the one before is written, and a minute after it."""
+    def decide(self, trained_s: float) -> None:
+        """Set the interval, once it is known how long a checkpoint stops training.
+
+        A checkpoint begins no sooner than the one before is written, and a minute after it.
+        """
+        if not self.stall_s:
+            return
+        self.failures = max(self.failures, noted(self.logs))
         mtbf_s = self.mtbf_s(trained_s)
         self.seconds = max(daly(self.stall_s, mtbf_s), self.write_s, self.stall_s, LEAST)
         if self.auto and not self.said / CHANGED < self.seconds < self.said * CHANGED:
@@ -96,20 +101,17 @@ class Interval:
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in MEASURED} if self.auto else {}
 
-    def load_state_dict(self, state: dict[str, Any], trained_s: float) -> None:
-        """Take back what the interrupted run has measured, which is empty if it was not `auto`.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what the interrupted run has measured.
 
         Raises:
             ValueError: A number is not finite, or negative.
         """
-        for name in MEASURED if state else ():
+        for name in MEASURED:
             value = state[name]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value}")
             setattr(self, name, value)
-        if self.stall_s:
-            self.failures = max(self.failures, noted(self.logs))
-            self._decide(trained_s)
 
 
 def noted(logs: Path) -> int:

@@ -235,11 +235,20 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
-    """Return each parameter of the optimizer with its group, by its name."""
+    """Return each parameter of the optimizer with its group, by its name.
+
+    Raises:
+        ConfigError: User code has replaced parameters during the run.
+    """
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     named = {name: (p, groups[p]) for name, p in module.named_parameters() if p in groups}
-    assert len(named) == len(groups), "the optimizer trains parameters that are not the module's"
-    assert optimizer.state.keys() <= groups.keys(), "the optimizer keeps state outside of its parameters"
+    fix = "keep the parameters of the start, and set their values, as by p.data.copy_(other)"
+    if others := len(groups) - len(named):
+        raise ConfigError(
+            f"optimizer: trains {others} parameters that the model has no more, as of a replaced layer; {fix}"
+        )
+    if not optimizer.state.keys() <= groups.keys():
+        raise ConfigError(f"optimizer: keeps state of parameters that it trains no more; {fix}")
     return named
 
 

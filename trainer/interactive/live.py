@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -10,27 +9,21 @@ from trainer.callback import overrides
 from trainer.checkpoint import locate
 from trainer.checkpoint.parts import open_parts
 from trainer.checkpoint.pretrained import load_weights
+from trainer.checkpointing import folder_of
 from trainer.comm.ranks import Ranks
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.interactive.inference import Inference
 from trainer.interactive.predictions import Predictions
-from trainer.training_state import SavedTrainer, saved_in
 
 
-class LiveTrainer(SavedTrainer, Protocol):
-    """The attributes of a trainer that infers."""
-
-    fitted: bool
-    closed: bool
-
-
-def evaluate(trainer: LiveTrainer, split: str) -> dict[str, float]:
+def evaluate(trainer: Context, split: str) -> dict[str, float]:
     """Return the metrics of the trainer's model over `recipe.data(split)`. A collective."""
     with inference(trainer, "evaluate") as reads:
         return reads.evaluate(trainer.eval_model, split)
 
 
-def predict(trainer: LiveTrainer, split: str) -> Predictions:
+def predict(trainer: Context, split: str) -> Predictions:
     """Return the predictions of the trainer's model for `recipe.data(split)`. A collective."""
     if not trainer.strategy.whole:
         raise ConfigError(f"predict: each rank has a part of the model; {way_out(trainer, 'predict')}")
@@ -39,7 +32,7 @@ def predict(trainer: LiveTrainer, split: str) -> Predictions:
 
 
 @contextmanager
-def inference(trainer: LiveTrainer, what: str) -> Iterator[Inference]:
+def inference(trainer: Context, what: str) -> Iterator[Inference]:
     """Make what reads data with the trainer's model. Ranks whose run has ended meet again meanwhile.
 
     Raises:
@@ -71,9 +64,9 @@ def inference(trainer: LiveTrainer, what: str) -> Iterator[Inference]:
             ranks.close()
 
 
-def way_out(trainer: LiveTrainer, what: str) -> str:
+def way_out(trainer: Context, what: str) -> str:
     """Return what reads the run's data instead. The command needs a config, which a Trainer made in Python lacks."""
-    saved = saved_in(trainer)
+    saved = folder_of(trainer)
     resume = f", with Options(resume='{saved}')" if locate.checkpoints(saved) else ""
     if resume and (trainer.run_dir / "config.yaml").exists():
         return f"use echelon {what} {trainer.run_dir}"
@@ -81,7 +74,7 @@ def way_out(trainer: LiveTrainer, what: str) -> str:
     return f"make another Trainer{''.join(f' without {name}' for name in splits)}{resume}"
 
 
-def load_first_weights(trainer: LiveTrainer) -> None:
+def load_first_weights(trainer: Context) -> None:
     """Load the weights with which `fit` would begin."""
     resumed, manifest = trainer.plan.resumed, trainer.plan.manifest
     if resumed:

@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.annotated import PositiveInt
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.comm.bandwidth import BUS_FACTORS, bandwidths, level_of
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.comm.watch import Call, watched
+from trainer.context import Context
 from trainer.files import Appended
 from trainer.log import log
 
@@ -134,7 +135,7 @@ class Groups:
 class Numbers:
     """The numbers of buckets: as the strategy counts them, then in the order in which others are reduced."""
 
-    def __init__(self, trainer: TrainerProtocol) -> None:
+    def __init__(self, trainer: Context) -> None:
         self.known = {frozenset(id(trainer.parameters[i]) for i in each): n for n, each in enumerate(trainer.buckets)}
 
     def of(self, bucket: Bucket | None) -> int | None:

@@ -4,7 +4,7 @@ import csv
 import io
 from typing import Any
 
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.files import Appended, write_whole
 from trainer.log import log
 from trainer.monitors.logger import Logger
@@ -31,7 +31,7 @@ class CSV(Logger):
         if self.file is not None:
             self.file.close()
 
-    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+    def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         assert self.file
         if self.last is not None:
             self._go_on(self.last)

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback
+from trainer.context import Context
 from trainer.errors import message
 from trainer.files import Appended, finite
 
@@ -49,7 +50,7 @@ class Events(Callback):
         else:
             self._write(trainer, "stop", {"reason": trainer.stop_reason, "seconds": round(trainer.seconds, 3)})
 
-    def _write(self, trainer: TrainerProtocol, event: str, facts: dict[str, Any]) -> None:
+    def _write(self, trainer: Context, event: str, facts: dict[str, Any]) -> None:
         if self.file is None:
             return
         line = {"time": round(time.time(), 3), "step": trainer.step, "event": event, **facts}

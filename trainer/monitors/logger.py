@@ -1,6 +1,7 @@
 """The base of loggers: a run's numbers go to one place more."""
 
-from trainer.callback import Callback, TrainerProtocol, only_logged
+from trainer.callback import Callback, only_logged
+from trainer.context import Context
 
 
 class Logger(Callback):
@@ -15,10 +16,10 @@ class Logger(Callback):
         if trainer.rank == 0:
             self.write(trainer, metrics)
 
-    def row(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> dict[str, float]:
+    def row(self, trainer: Context, numbers: dict[str, float]) -> dict[str, float]:
         """Return the numbers, after those that say where the run is."""
         return {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
 
-    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+    def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         """Write the numbers of step `trainer.step`, by name."""
         raise NotImplementedError

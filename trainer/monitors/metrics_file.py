@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.files import Appended, finite
 from trainer.monitors.logger import Logger
 
@@ -23,7 +23,7 @@ class MetricsFile(Logger):
         if not self.file.path.exists():
             self.file.flush()  # the file exists from the beginning
 
-    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+    def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         assert self.file
         self.file.write(f"{json.dumps(finite(self.row(trainer, numbers)))}\n".encode())
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.files import write_json
 from trainer.log import log
@@ -68,7 +68,7 @@ class MLflow(SendingLogger):
             self.sender.put(partial(self._end, status))
             self.sender.close()
 
-    def begin(self, trainer: TrainerProtocol) -> Sender:
+    def begin(self, trainer: Context) -> Sender:
         sender, name = Sender("mlflow", is_away), self.name or trainer.run_dir.name
         sender.put(partial(self._start, trainer.run_dir / "mlflow.json", name, settings_of(trainer)))
         return sender

@@ -15,16 +15,17 @@ class NamedLosses:
     """`recipe.loss` that may return a dict with `loss` and others: `loss` is trained, the others are logged.
 
     Args:
+        recipe: User code may replace its `loss` during the run.
         step: Returns the step that runs; None outside of steps, whose losses are not measured.
     """
 
-    def __init__(self, loss: Callable[..., Any], step: Callable[[], int | None]) -> None:
-        self.loss, self.step = loss, step
+    def __init__(self, recipe: Any, step: Callable[[], int | None]) -> None:
+        self.recipe, self.step = recipe, step
         self.noted: int | None = None  # the step of `parts`
         self.parts: list[dict[str, Any]] = []  # of each micro-batch
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        found = self.loss(model, batch)
+        found = self.recipe.loss(model, batch)
         if not isinstance(found, Mapping):
             return found
         others = further(found)

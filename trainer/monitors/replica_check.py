@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.errors import NumericsError
 from trainer.parallel.rows import local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def check(trainer: TrainerProtocol) -> None:
+def check(trainer: Context) -> None:
     """Compare the weights of replicas every `trainer.check_replicas_every` steps, unless a callback lets them differ.
 
     The check sends 16 bytes per tensor. For a moment it needs 8 bytes for each element of the largest tensor.

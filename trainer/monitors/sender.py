@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from trainer import timeouts
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.errors import printable
 from trainer.log import log
 from trainer.monitors.logger import Logger
@@ -106,7 +106,7 @@ class SendingLogger(Logger):
     sender: Sender | None = None
 
     @abstractmethod
-    def begin(self, trainer: TrainerProtocol) -> Sender:
+    def begin(self, trainer: Context) -> Sender:
         """Return a sender that has the start of the run as its first call."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class SendingLogger(Logger):
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Send a text, an image or a histogram."""
 
-    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+    def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         self._put(trainer, partial(self.log_numbers, dict(numbers), trainer.step, time.time()))
 
     def on_media(self, trainer, media: Mapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ class SendingLogger(Logger):
             for name, item in prepared(media):
                 self._put(trainer, partial(self.log_item, name, item, trainer.step))
 
-    def _put(self, trainer: TrainerProtocol, call: Callable[[], object]) -> None:
+    def _put(self, trainer: Context, call: Callable[[], object]) -> None:
         if self.sender is None:
             self.sender = self.begin(trainer)
         self.sender.put(call)

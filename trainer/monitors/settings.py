@@ -7,12 +7,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 
 Value = str | bool | int | float
 
 
-def settings_of(trainer: TrainerProtocol) -> dict[str, Value]:
+def settings_of(trainer: Context) -> dict[str, Value]:
     """Return dotted key -> value from the run's config.yaml, or of a Trainer made in Python what its arguments say.
 
     Null is the text "null". A list is its text.

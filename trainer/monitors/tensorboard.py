@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.files import Appended
 from trainer.monitors.logger import Logger
 from trainer.monitors.media import Histogram, Image, prepared
@@ -30,7 +30,7 @@ class TensorBoard(Logger):
         if self.file is not None:
             self.file.close()
 
-    def write(self, trainer: TrainerProtocol, numbers: dict[str, float]) -> None:
+    def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         self._ready(trainer)
         scalars = [self.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(trainer.step, summary=self.Summary(value=scalars))
@@ -51,11 +51,11 @@ class TensorBoard(Logger):
         limits, counts = item.edges, [0, *item.counts]  # of a bin, its right edge; an empty bin ends at the first
         return histogram_raw(name, limits[0], limits[-1], sum(counts), item.total, item.squares, limits, counts)
 
-    def _ready(self, trainer: TrainerProtocol) -> None:
+    def _ready(self, trainer: Context) -> None:
         if self.file is None:
             self._open(trainer)
 
-    def _open(self, trainer: TrainerProtocol) -> None:
+    def _open(self, trainer: Context) -> None:
         # Not before the first step: these imports take most of a second. Pyright does not see protobuf's classes.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trainer.callback import Gathered
 from trainer.comm.ranks import Ranks
+from trainer.context import Gathered
 from trainer.errors import NumericsError
 from trainer.log import log
 
@@ -14,14 +14,17 @@ from trainer.log import log
 class TrainLoss:
     """The mean loss of a step over all ranks' items, at the steps that are logged.
 
+    Args:
+        guarded: A callback decides what follows from a loss that is not finite.
+
     Attributes:
         finite_at: The last logged step whose loss was finite; None before the first one.
         since: The first of the logged steps in a row, up to the last one, whose losses are not finite; None for none.
         streak: The number of these steps.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, guarded: bool = False) -> None:
+        self.ranks, self.guarded = ranks, guarded
         self.finite_at: int | None = None
         self.since: int | None = None
         self.streak = 0
@@ -60,9 +63,19 @@ class TrainLoss:
         self.streak += 1
 
     @property
+    def spoils(self) -> bool:
+        """Whether the last loss was not finite, so that no checkpoint may replace an earlier one."""
+        return self.since is not None and not self.guarded
+
+    @property
+    def ends(self) -> bool:
+        """Whether two losses in a row were not finite, so that further steps are in vain."""
+        return self.streak > 1 and not self.guarded
+
+    @property
     def lost(self) -> bool:
-        """Whether no loss was finite, or several in a row up to the last one were not: such a run is no success."""
-        return self.streak > 1 or (self.since is not None and self.finite_at is None)
+        """Whether a run that ends now has no finite loss; a guarded run may end with a step that was skipped."""
+        return self.spoils or self.streak > 1 or (self.since is not None and self.finite_at is None)
 
     def refusal(self, step: int, checkpoint: str) -> NumericsError:
         """Return the error of a run that ended since its numbers are not finite."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from trainer.callback import TrainerProtocol
+from trainer.context import Context
 from trainer.errors import ConfigError, printable
 from trainer.files import write_json
 from trainer.log import log
@@ -57,7 +57,7 @@ class WandB(SendingLogger):
             self.sender.put(partial(self._end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
             self.sender.close()
 
-    def begin(self, trainer: TrainerProtocol) -> Sender:
+    def begin(self, trainer: Context) -> Sender:
         sender = Sender("wandb", lambda error: False)
         sender.put(partial(self._start, trainer.run_dir, settings_of(trainer)))
         return sender

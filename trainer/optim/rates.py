@@ -15,15 +15,17 @@ class Rates:
     Args:
         rate: The schedule of the run.
         optimizer: As it was made: its groups have their peak rates.
+        resumed: The run resumes a checkpoint. Rates that hooks set before its next step are dropped, since the
+            checkpoint has them already.
 
     Attributes:
         peaks: The rates on which the schedule puts its factor.
     """
 
-    def __init__(self, rate: Rate, optimizer: Any) -> None:
+    def __init__(self, rate: Rate, optimizer: Any, resumed: bool = False) -> None:
         self.rate, self.optimizer = rate, optimizer
         self.peaks: list[float] = list(map(RATE, optimizer.param_groups))
-        self.given = list(self.peaks)  # of the last step; empty: not known
+        self.given = [] if resumed else list(self.peaks)  # of the last step; empty: not known
         self.settled = False  # the schedule changes no rate from the next step on
         self.by_hand = False
 
@@ -31,7 +33,7 @@ class Rates:
         """Put the rates of a step into the groups.
 
         Raises:
-            ConfigError: User code has added a group, or has set a rate that the schedule sets, too.
+            ConfigError: User code has added or removed a group, or has set a rate that the schedule sets, too.
         """
         groups = self.optimizer.param_groups
         if self.given and list(map(RATE, groups)) != self.given:
@@ -39,20 +41,18 @@ class Rates:
         self.rate.put(step, groups, self.peaks)
         self.given, self.settled = list(map(RATE, groups)), self.rate.is_constant(step + 1)
 
-    def restore(self, peaks: list[float] | None) -> None:
-        """Put the rates of a checkpoint back that were set by hand; None: none was.
+    def state_dict(self) -> list[float]:
+        """Return the peaks if a rate was set by hand; else they are the optimizer's settings."""
+        return self.peaks if self.by_hand else []
 
-        Rates that hooks set before the next step are dropped, since the resumed run has them already.
-        """
-        self.given, self.settled = [], False
-        if peaks is not None:
-            self.peaks, self.by_hand = [float(peak) for _, peak in zip(self.peaks, peaks, strict=True)], True
+    def load_state_dict(self, peaks: list[float]) -> None:
+        self.peaks, self.by_hand = [float(peak) for _, peak in zip(self.peaks, peaks, strict=True)], True
 
     def _follow(self, step: int, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(self.peaks):
             raise ConfigError(
-                f"optimizer: add_param_group() was called before step {step + 1}, and a resume would not have this "
-                "group; put all parameters into groups at the start, where they may be frozen"
+                f"optimizer: a group was added or removed before step {step + 1}, and a resume would not know of it; "
+                "put all parameters into groups at the start, where they may be frozen"
             )
         for i, (group, given) in enumerate(zip(groups, self.given, strict=True)):
             if group["lr"] == given:

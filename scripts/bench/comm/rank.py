@@ -27,8 +27,9 @@ from torch.optim import Optimizer
 
 from recipes.bert import Bert
 from scripts.bench.comm.rows import ROWS, Row
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.config.options import CheckpointOptions, DDPOptions, Options
+from trainer.context import Context
 from trainer.optim.factories import adamw
 from trainer.optim.groups import parameter_groups
 from trainer.process.environment import Place
@@ -192,10 +193,10 @@ class Timed(Callback):
     def __init__(self, clock: Clock) -> None:
         self.steps = iter(clock)
 
-    def on_fit_start(self, trainer: TrainerProtocol) -> None:
+    def on_fit_start(self, trainer: Context) -> None:
         next(self.steps)
 
-    def on_step_end(self, trainer: TrainerProtocol) -> None:
+    def on_step_end(self, trainer: Context) -> None:
         if next(self.steps, None) is None:
             trainer.emit("on_flush")  # deferred all-reduces need their peers
             raise Over

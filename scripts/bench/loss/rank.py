@@ -21,8 +21,9 @@ from recipes.bert import Bert
 from scripts.bench.comm.rank import BATCHES, RUNS, TIMEOUT_S, Ask, Clock, Over, serve, settled
 from scripts.bench.comm.rows import Row
 from scripts.bench.loss.methods import METHODS, SIZES, Size, timed
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.context import Context
 from trainer.data.sampling.order import walk
 from trainer.data.source import open_source
 from trainer.optim.factories import adamw
@@ -89,17 +90,17 @@ class Learns(Callback):
         self.curve: list[tuple[int, float, float]] = []
         self.seconds = 0.0
 
-    def on_fit_start(self, trainer: TrainerProtocol) -> None:
+    def on_fit_start(self, trainer: Context) -> None:
         self.ask({"set up": True})
         self.sent = settled()
         self.ask({"settled": True})
         self.since = time.perf_counter()
 
-    def on_flush(self, trainer: TrainerProtocol) -> None:
+    def on_flush(self, trainer: Context) -> None:
         now = time.perf_counter()
         self.seconds, self.since = self.seconds + now - self.since, now
 
-    def on_validation_end(self, trainer: TrainerProtocol, metrics: dict[str, float]) -> None:
+    def on_validation_end(self, trainer: Context, metrics: dict[str, float]) -> None:
         self.curve.append((trainer.step, metrics["val/loss"], self.seconds))
         if trainer.step == trainer.plan.max_steps:
             raise Over

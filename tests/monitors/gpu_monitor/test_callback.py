@@ -117,7 +117,7 @@ def gpu_rank(place: Place) -> tuple[list[dict[str, float]], list[str]]:
         for step in (1, 2):
             while not monitor.sampler.samples:  # pyright: ignore
                 time.sleep(0.002)
-            trainer.step, trainer.metrics = step, {"train/loss": 1.0}
+            trainer.state.step, trainer.metrics = step, {"train/loss": 1.0}
             monitor.on_step_end(trainer)
             steps.append(trainer.metrics)
         monitor.on_fit_end(trainer)

@@ -8,10 +8,11 @@ from torch import nn
 
 from trainer.annotated import AtMost, NonNegativeFloat, PositiveInt
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import budget as budgets
 from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
 from trainer.callbacks.activation_checkpoint.recompute import Recompute
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -88,7 +89,7 @@ class ActivationCheckpoint(Callback):
                 block.forward = self.wrapped[block] = Recompute(block, self.policy == "selective")
         return model
 
-    def _limit_compiled(self, trainer: TrainerProtocol, model: nn.Module) -> nn.Module:
+    def _limit_compiled(self, trainer: Context, model: nn.Module) -> nn.Module:
         """Leave the choice to the compiler. Inductor is loaded here, which takes a second.
 
         Raises:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.callback import TrainerProtocol
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import AllReduce
+from trainer.context import Context
 from trainer.errors import ConfigError, nearest
 
 
@@ -23,7 +23,7 @@ class DelayedParameters:
         ConfigError: A pattern matches no parameter, or no parameter is left for DDP.
     """
 
-    def __init__(self, trainer: TrainerProtocol, model: nn.Module, patterns: list[str]) -> None:
+    def __init__(self, trainer: Context, model: nn.Module, patterns: list[str]) -> None:
         named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         found: dict[Tensor, None] = {}
         for pattern in patterns:

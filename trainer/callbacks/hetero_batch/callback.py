@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from trainer.annotated import Below, Beta, PositiveFloat, PositiveInt, fits
-from trainer.callback import Callback, Role, TrainerProtocol, name_of
+from trainer.callback import Callback, Role, name_of
 from trainer.callbacks.hetero_batch.clock import ComputeClock
 from trainer.callbacks.hetero_batch.shares import cut_again, cut_shares, fit, follow, keep, with_micros
+from trainer.context import Context
 from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
 from trainer.data.parts import Parts
@@ -102,7 +103,7 @@ class HeteroBatch(Callback):
         self.clock, self.weigh = ComputeClock(trainer.device, self.now), weight_of(trainer.recipe) or count_samples
         return lambda data, total: self._passes(trainer, run, data, total)
 
-    def _refuse(self, trainer: TrainerProtocol) -> None:
+    def _refuse(self, trainer: Context) -> None:
         """Refuse knobs that do not suit the number of ranks.
 
         Raises:
@@ -131,9 +132,7 @@ class HeteroBatch(Callback):
                 return
         raise ConfigError(f"trainer.resume: the checkpoint has no valid decisions of {KEY}; take another checkpoint")
 
-    def _passes(
-        self, trainer: TrainerProtocol, run: ForwardBackward, data: Step, total: Callable[[], int]
-    ) -> list[Tensor]:
+    def _passes(self, trainer: Context, run: ForwardBackward, data: Step, total: Callable[[], int]) -> list[Tensor]:
         """Run the passes of a step, and time them.
 
         Some rank may not hold the micro-batches that were loaded before its memory was measured. The passes of such
@@ -157,7 +156,7 @@ class HeteroBatch(Callback):
     def _hold(self, held: list[int]) -> None:
         self.held, self.cuts = held, not fit(self.begin, held)
 
-    def _measure_memory(self, trainer: TrainerProtocol, run: ForwardBackward, batch: Any) -> list[int]:
+    def _measure_memory(self, trainer: Context, run: ForwardBackward, batch: Any) -> list[int]:
         """Return the samples of the largest micro-batch that each rank holds, up to those of the knobs. A collective.
 
         The passes of the search do not reduce, so each rank makes as many as it needs.
@@ -218,7 +217,7 @@ class HeteroBatch(Callback):
         if not self.shares and trainer.step % self.every == 0 and not self.made.follows(trainer.samples):
             self._decide(trainer, trainer.samples)
 
-    def _decide(self, trainer: TrainerProtocol, samples: int) -> None:
+    def _decide(self, trainer: Context, samples: int) -> None:
         """Measure all ranks' speeds, and cut the batch anew. A collective."""
         own = self.clock.take()
         asked, counts, seconds = zip(*trainer.ranks.gather([self.asked, *own]), strict=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from trainer.callback import TrainerProtocol
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.codecs.base import Residuals
 from trainer.comm.reduce import Background, Reduce
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.parallel.balance import evenly
 
@@ -127,13 +127,13 @@ def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
         average(reduce, part(module), part(mean))
 
 
-def own_state(trainer: TrainerProtocol) -> dict[str, Any]:
+def own_state(trainer: Context) -> dict[str, Any]:
     """Return this rank's weights and moments, for `load_own`."""
     optimizer = optimizer_state(trainer.optimizer, trainer.module)
     return {"model": trainer.module.state_dict(), "optimizer": optimizer, "kind": type(trainer.optimizer).__name__}
 
 
-def load_own(trainer: TrainerProtocol, state: dict[str, Any]) -> None:
+def load_own(trainer: Context, state: dict[str, Any]) -> None:
     """Load weights and moments. Moments of another kind of optimizer are left out: `trainer.accept` allowed that."""
     trainer.module.load_state_dict(state["model"])
     if state["kind"] == type(trainer.optimizer).__name__:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.annotated import Beta, NonNegativeInt, PositiveFloat, PositiveInt
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.callbacks.local_sgd.averaging import (
     Fragment,
     OuterOptimizer,
@@ -20,6 +20,7 @@ from trainer.callbacks.local_sgd.averaging import (
     partition,
 )
 from trainer.comm.reduce import AllReduce, Background, Reduce
+from trainer.context import Context
 from trainer.errors import ConfigError, require
 from trainer.log import log
 from trainer.parallel.strategy import copied
@@ -98,7 +99,7 @@ class LocalSGD(Callback):
             reason = f"the checkpoint of step {trainer.step} was written after the warm-up"
             raise ConfigError(f"{key}: {reason}; set at most {trainer.step}")
 
-    def _end_warmup(self, trainer: TrainerProtocol) -> None:
+    def _end_warmup(self, trainer: Context) -> None:
         """Call the model without DDP from here on, so that backward reduces nothing."""
         if trainer.options.check_replicas_every:
             log.info("local_sgd: ranks have different weights from now on; trainer.check_replicas_every does nothing")

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from trainer.annotated import Above, PositiveInt
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.callbacks.nan_guard.rollback import buffers, copy_into, counts, state
+from trainer.context import Context
 from trainer.errors import NumericsError
 from trainer.log import log
 
@@ -95,7 +96,7 @@ class NanGuard(Callback):
         if not self.copies or trainer.step % self.every == 0:
             self._copy(trainer)
 
-    def _copy(self, trainer: TrainerProtocol) -> None:
+    def _copy(self, trainer: Context) -> None:
         if self.action != "rollback" or trainer.step in (0, self.copied_at):  # at 0 an optimizer has no state yet
             return
         now = list(state(trainer))
@@ -107,7 +108,7 @@ class NanGuard(Callback):
         self.copied_at = trainer.step
 
     @torch.no_grad()
-    def _agreed(self, trainer: TrainerProtocol) -> tuple[int, float, float]:
+    def _agreed(self, trainer: Context) -> tuple[int, float, float]:
         """Return the number of ranks with a number that is not finite, the mean loss, and the gradient's global norm.
 
         Waits for the device once. Ranks of different devices may differ in the norm's last bits, so it is their mean.
@@ -123,7 +124,7 @@ class NanGuard(Callback):
         copies = trainer.world // trainer.strategy.data_world  # ranks that count the same samples
         return bad, losses * UNIT / copies / max(1, trainer.weight), norms * NORM_UNIT / trainer.world
 
-    def _judge(self, trainer: TrainerProtocol, bad: int, loss: float, norm: float) -> str:
+    def _judge(self, trainer: Context, bad: int, loss: float, norm: float) -> str:
         """Return the reason against this step; empty for a step to take."""
         if bad:
             return f"loss or gradient not finite on {bad} of {trainer.world} rank(s)"

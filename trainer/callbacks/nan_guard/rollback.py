@@ -6,16 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.callback import Role, TrainerProtocol
+from trainer.callback import Role
+from trainer.context import Context
 from trainer.parallel.rows import local
 
 
-def buffers(trainer: TrainerProtocol) -> list[Tensor]:
+def buffers(trainer: Context) -> list[Tensor]:
     """List the tensors that a forward pass changes."""
     return list(trainer.module.buffers())
 
 
-def state(trainer: TrainerProtocol) -> Iterator[Tensor]:
+def state(trainer: Context) -> Iterator[Tensor]:
     """Yield the tensors that a step changes, also buffers that no checkpoint has."""
     yield from (local(tensor.detach()) for tensor in (*trainer.parameters, *trainer.module.buffers()))
     for callback in trainer.callbacks.values():
@@ -25,7 +26,7 @@ def state(trainer: TrainerProtocol) -> Iterator[Tensor]:
         yield from tensors(values)
 
 
-def counts(trainer: TrainerProtocol) -> list[tuple[dict[str, Any], str, int | float]]:
+def counts(trainer: Context) -> list[tuple[dict[str, Any], str, int | float]]:
     """List the plain numbers in the optimizer's state, such as LAMB's steps: the mapping, its key, the value."""
     states = trainer.optimizer.state.values()
     return [(own, key, value) for own in states for key, value in own.items() if isinstance(value, int | float)]

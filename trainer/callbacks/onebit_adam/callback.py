@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from trainer.annotated import PositiveInt
-from trainer.callback import Callback, Role, TrainerProtocol
+from trainer.callback import Callback, Role
 from trainer.callbacks.onebit_adam.optimizer import OneBit
 from trainer.comm.codecs.base import Residuals, merge
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import AllReduce
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -75,7 +76,7 @@ class OneBitAdam(Callback):
         if self.frozen:
             share_buffers(trainer.module, trainer.strategy.replicas, trainer.strategy.constant_buffers)  # as DDP does
 
-    def _freeze(self, trainer: TrainerProtocol, frozen_step: int) -> None:
+    def _freeze(self, trainer: Context, frozen_step: int) -> None:
         """Freeze the variance, and call the model without DDP from here on, so that backward reduces nothing."""
         if not all(self.adam.state.get(p) for p in self.adam.params):
             raise ConfigError(

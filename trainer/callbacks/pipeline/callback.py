@@ -12,9 +12,10 @@ from torch.utils.data import default_collate
 
 from trainer.annotated import AtLeast, PositiveFloat, PositiveInt, fits
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol, name_of
+from trainer.callback import Callback, Role, name_of
 from trainer.callbacks.pipeline.room import make_room, refuse
 from trainer.comm.reduce import AllReduce, Reduce
+from trainer.context import Context
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
@@ -167,7 +168,7 @@ class PipelineParallel(Callback):
     def decisions(self) -> dict[str, Any]:
         return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
 
-    def _resumed(self, trainer: TrainerProtocol, blocks: int) -> tuple[int, ...] | None:
+    def _resumed(self, trainer: Context, blocks: int) -> tuple[int, ...] | None:
         """Return the cut of the checkpoint that the run resumes, if it has as many stages."""
         name = name_of(self, trainer.callbacks)
         saved = trainer.plan.manifest.get("decisions", {}).get(name, {})
@@ -176,7 +177,7 @@ class PipelineParallel(Callback):
             return None
         return self._checked(starts[1:], blocks)
 
-    def _try(self, trainer: TrainerProtocol, model: nn.Module, blocks: list[nn.Module]) -> Trial | None:
+    def _try(self, trainer: Context, model: nn.Module, blocks: list[nn.Module]) -> Trial | None:
         """Run the first micro-batch through the whole model; None if no rank can, or the data has no order."""
         plan, recipe, found = trainer.plan, trainer.recipe, None
         if plan.order is not None:  # else a walk through the data would take its first batches
@@ -187,14 +188,14 @@ class PipelineParallel(Callback):
             )  # fmt: skip
             with closing(loader):
                 batch = next(loader.train(plan.manifest.get("samples", 0), stop=0)).peek()
-            loss = trainer.precision.cast(NamedLosses(recipe.loss, lambda: None))
+            loss = trainer.precision.cast(NamedLosses(recipe, lambda: None))
             with trainer.precision.converted(model):
                 found = try_whole(model, blocks, lambda: loss(model, batch), trainer.device)
         every = trainer.ranks.gather(found)
         self.trials = [] if None in every else [Trial(*trial) for trial in every]
         return found if self.trials else None
 
-    def _cut(self, trainer: TrainerProtocol, model: nn.Module, blocks: list[nn.Module]) -> tuple[int, ...]:
+    def _cut(self, trainer: Context, model: nn.Module, blocks: list[nn.Module]) -> tuple[int, ...]:
         """Return the first block of each stage: by measured times, else so that parameters are spread evenly.
 
         Raises:

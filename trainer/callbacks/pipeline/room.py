@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from trainer.callback import Role, TrainerProtocol
+from trainer.callback import Role
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.parallel.cut import Room, Sizes
 from trainer.parallel.memory_search import state_share
@@ -15,7 +16,7 @@ MIB = 1 << 20
 
 
 def make_room(
-    trainer: TrainerProtocol,
+    trainer: Context,
     model: nn.Module,
     blocks: Sequence[nn.Module],
     trials: Sequence[Trial],
@@ -45,12 +46,12 @@ def make_room(
     return Room(Sizes(part_sums(model, blocks, held), saved, stream), limits, live, trainer.plan.accumulate)
 
 
-def has(trainer: TrainerProtocol, role: Role) -> list[str]:
+def has(trainer: Context, role: Role) -> list[str]:
     """Return the names of the callbacks of a role."""
     return [name for name, other in trainer.callbacks.items() if role in (other.role, *other.also)]
 
 
-def state_bytes(trainer: TrainerProtocol) -> float:
+def state_bytes(trainer: Context) -> float:
     """Return the bytes of optimizer state for each byte of a parameter. The replicas of a stage may share the state."""
     split = any(Role.SPLIT in other.shares_with for other in trainer.callbacks.values())
     replicas = trainer.world // max(other.stages for other in trainer.callbacks.values()) if split else 1

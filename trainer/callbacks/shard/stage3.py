@@ -8,14 +8,15 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from trainer.blocks import find_blocks
-from trainer.callback import Role, TrainerProtocol
+from trainer.callback import Role
 from trainer.comm.reduce import AllReduce
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.fsdp import FSDP, AcrossNodes
 
 
-def two_levels(trainer: TrainerProtocol, hybrid: bool | int) -> AcrossNodes:
+def two_levels(trainer: Context, hybrid: bool | int) -> AcrossNodes:
     """Group the ranks, and return the mean across groups: the mean inside is FSDP2's own. A collective.
 
     Raises:
@@ -36,7 +37,7 @@ def two_levels(trainer: TrainerProtocol, hybrid: bool | int) -> AcrossNodes:
 
 
 def fully_shard(
-    trainer: TrainerProtocol,
+    trainer: Context,
     model: nn.Module,
     group: ProcessGroup,
     across: AcrossNodes | None,
@@ -66,7 +67,7 @@ class BlockOrder:
         if block.training:
             self.number = (self.number * 1_000_003 + i) % (1 << 40)
 
-    def compare(self, trainer: TrainerProtocol) -> None:
+    def compare(self, trainer: Context) -> None:
         """Begin a new step. A collective.
 
         Raises:

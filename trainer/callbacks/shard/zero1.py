@@ -4,9 +4,9 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from trainer.callback import TrainerProtocol
 from trainer.callbacks.shard.owners import Owners
 from trainer.comm.reduce import Reduce
+from trainer.context import Context
 from trainer.parallel.ddp import DDP
 
 
@@ -19,7 +19,7 @@ class ZeRO1(DDP):
         reduce: The chain; None: DDP's own reducer.
     """
 
-    def __init__(self, trainer: TrainerProtocol, module: nn.Module, reduce: Reduce | None) -> None:
+    def __init__(self, trainer: Context, module: nn.Module, reduce: Reduce | None) -> None:
         super().__init__(module, trainer.rank, trainer.world, trainer.device, trainer.ddp, reduce, lambda: trainer.step)
         self.owners = Owners(self.parameters, trainer.ranks.new_group())
         self.owned: Collection[Tensor] | None = self.owners.own

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from trainer.callback import TrainerProtocol
 from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import AllReduce, Reduced
+from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.parallel.strategy import zero_loss
 
@@ -32,7 +32,7 @@ class ZeRO2(ZeRO1):
         layout: The buckets, as indices of `parameters`; empty until the first pass has shown the order of gradients.
     """
 
-    def __init__(self, trainer: TrainerProtocol, module: nn.Module) -> None:
+    def __init__(self, trainer: Context, module: nn.Module) -> None:
         self.hooks: list[Any] = []
         self.layout: list[list[int]] = []
         super().__init__(trainer, module, trainer.reduce or AllReduce(trainer.ranks.new_group()))

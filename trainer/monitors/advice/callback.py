@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.callback import Callback, Role, TrainerProtocol, only_logged
+from trainer.callback import Callback, Role, only_logged
 from trainer.comm.affinity import pci_address
+from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.files import Appended, finite
 from trainer.forward_backward import ForwardBackward
@@ -81,7 +82,7 @@ class Advice(Callback):
         if self.file:
             self._judge(trainer)
 
-    def _judge(self, trainer: TrainerProtocol) -> None:
+    def _judge(self, trainer: Context) -> None:
         numbers, graphs = trainer.metrics, trainer.metrics.get("compile/graphs")
         steps, self.step = trainer.step - self.step, trainer.step
         if graphs != self.graphs:  # also at the first logged step
@@ -144,7 +145,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def facts(trainer: TrainerProtocol) -> Run:
+def facts(trainer: Context) -> Run:
     """Return the settings that the rules read."""
     plan, data, saves, place = trainer.plan, trainer.plan.data, trainer.options.checkpoint, trainer.ranks.place
     cuda = trainer.device.type == "cuda"
@@ -178,7 +179,7 @@ def cores_of(ranks: int) -> int:
     return max(1, int(most))
 
 
-def fits(trainer: TrainerProtocol) -> int:
+def fits(trainer: Context) -> int:
     """Return the samples of the largest micro-batch that a GPU's memory would take, on this rank; 0: unknown.
 
     All but weights, gradients and optimizer state counts as growing with the samples, so more may fit.

@@ -12,8 +12,9 @@ from torch import nn
 
 from trainer.annotated import AtLeast, AtMost, PositiveFloat
 from trainer.blocks import find_blocks
-from trainer.callback import Callback, Role, TrainerProtocol, only_logged
+from trainer.callback import Callback, Role, only_logged
 from trainer.config.compose import CONF
+from trainer.context import Context
 from trainer.errors import ConfigError, is_out_of_memory
 from trainer.log import log
 from trainer.monitors.candidates import accepts
@@ -107,7 +108,7 @@ class Memory(Callback):
         if self.snapshot and trainer.device.type == "cuda":
             error.advice += f"; snapshot for pytorch.org/memory_viz: {snapshot_file(trainer)}"
 
-    def _unused(self, trainer: TrainerProtocol, use: Use) -> str:
+    def _unused(self, trainer: Context, use: Use) -> str:
         """Return what keeps memory of the GPU from tensors, other than tensors."""
         gib, device = allocator.GIB, trainer.device
         free, total = torch.cuda.mem_get_info(device)
@@ -130,11 +131,11 @@ def combine(name: str, ranks: list[float]) -> dict[str, float]:
     return {name: most, **skew}
 
 
-def snapshot_file(trainer: TrainerProtocol) -> Path:
+def snapshot_file(trainer: Context) -> Path:
     return trainer.run_dir / "logs" / f"memory-rank{trainer.rank}.pickle"
 
 
-def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
+def count(trainer: Context, max_share: float | None) -> Use:
     """Count the bytes of this rank."""
     module, parameters = trainer.module, trainer.parameters
     gradients = size(parameters) + trainer.strategy.bucket_bytes
@@ -148,7 +149,7 @@ def count(trainer: TrainerProtocol, max_share: float | None) -> Use:
     return Use(peak, weights, gradients, state, expected, limit)
 
 
-def setting(trainer: TrainerProtocol) -> Setting:
+def setting(trainer: Context) -> Setting:
     """Return the settings of the run that the advice depends on."""
     try:
         blocks = len(find_blocks(trainer.recipe, trainer.module, None, ""))
@@ -169,7 +170,7 @@ def setting(trainer: TrainerProtocol) -> Setting:
     )
 
 
-def usable(trainer: TrainerProtocol) -> Iterator[str]:
+def usable(trainer: Context) -> Iterator[str]:
     """Yield the callbacks that the run would take beside its own, and the names of all optimizers."""
     yield from (file.stem for file in (CONF / "optimizer").glob("*.yaml"))
     for name, settings in CANDIDATES:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from trainer.annotated import NonNegativeInt, PositiveInt
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback
 from trainer.comm.phases import Phase, during
+from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.errors import ConfigError, printable
 from trainer.log import log
@@ -74,7 +75,7 @@ class Profiler(Callback):
             return self.first
         return None if self.every is None else step + (self.first - step) % self.every
 
-    def _follow(self, trainer: TrainerProtocol, steps: Iterator[Step]) -> Iterator[Step]:
+    def _follow(self, trainer: Context, steps: Iterator[Step]) -> Iterator[Step]:
         """Begin and end recordings between steps."""
         while True:
             step = trainer.step + 1
@@ -89,7 +90,7 @@ class Profiler(Callback):
             del fetched  # this frame would keep it while the next one is fetched
 
     @during(Phase.CALLBACKS)  # between steps the clock counts what follows as the wait for data
-    def _begin(self, trainer: TrainerProtocol, step: int) -> Recording | None:
+    def _begin(self, trainer: Context, step: int) -> Recording | None:
         recording = Recording(trainer, step, self.active, **self.asked)
         try:
             recording.start(self._end)

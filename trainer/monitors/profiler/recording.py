@@ -12,8 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler import _ExperimentalConfig as Config
 
-from trainer.callback import UNLOGGED, Callback, TrainerProtocol, name_of
+from trainer.callback import UNLOGGED, Callback, name_of
 from trainer.comm import clock
+from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.files import Appended
 from trainer.monitors.memory.callback import EVENTS
@@ -35,7 +36,7 @@ class Recording:
     """
 
     def __init__(
-        self, trainer: TrainerProtocol, first: int, active: int,
+        self, trainer: Context, first: int, active: int,
         record_shapes: bool, with_stack: bool, profile_memory: bool,
     ) -> None:  # fmt: skip
         self.trainer, self.first, self.active, self.last = trainer, first, active, first

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from trainer import timeouts
-from trainer.callback import Callback, TrainerProtocol
+from trainer.callback import Callback
+from trainer.context import Context
 from trainer.log import Terminal, log
 from trainer.monitors.progress.line import Moment, clock, describe, epoch_of
 
@@ -57,14 +58,14 @@ class Progress(Callback):
             self.bar.stop()
             Terminal.console = None
 
-    def _moment(self, trainer: TrainerProtocol, elapsed_s: float, left_s: float | None) -> Moment:
+    def _moment(self, trainer: Context, elapsed_s: float, left_s: float | None) -> Moment:
         """Return what a terminal shows now. Called in the thread that draws."""
         plan = trainer.plan
         last = plan.max_steps and plan.samples_at(plan.max_steps)
         epoch = epoch_of(trainer.samples, plan.epoch_samples, last)
         return Moment(trainer.step, plan.max_steps, epoch, Terminal.doing, self.metrics, elapsed_s, left_s)
 
-    def _first_loss(self, trainer: TrainerProtocol) -> dict[str, float]:
+    def _first_loss(self, trainer: Context) -> dict[str, float]:
         """Measure the loss of the process's first step, if it is not logged: the next numbers may be minutes away.
 
         Waits for the device; a collective.
@@ -72,10 +73,10 @@ class Progress(Callback):
         loss = trainer.train_loss.measure(trainer.losses, trainer.data.weights, trainer.step)
         return {**loss, "train/lr": trainer.optimizer.param_groups[0]["lr"]}
 
-    def _position(self, trainer: TrainerProtocol) -> str:
+    def _position(self, trainer: Context) -> str:
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
 
-    def _left(self, trainer: TrainerProtocol) -> str:
+    def _left(self, trainer: Context) -> str:
         """Return the time left, at the pace since the line before. The first step of a process tells no pace."""
         now, done = time.monotonic(), trainer.step - self.printed_step
         pace, self.printed_at, self.printed_step = (now - self.printed_at) / done, now, trainer.step

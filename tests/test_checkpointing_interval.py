@@ -27,7 +27,7 @@ def steps() -> list[int]:
 def test_the_first_checkpoint_measures_and_the_clock_follows() -> None:
     trainer = make(checkpoint=AUTO, max_steps=6)
     trainer.fit()
-    own = trainer.interval
+    own = trainer.loop.checkpointer.interval
     assert steps() == [1, 6]  # every_steps=1 does not count; the next is due in a minute
     assert own.stall_s > 0 and own.restart_s > 0 and own.failures == 0
     assert trainer.plan.save_s == own.seconds == pytest.approx(max(daly(own.stall_s, prior_s(1)), LEAST))
@@ -38,7 +38,7 @@ def test_a_resume_keeps_what_was_measured() -> None:
     first.fit()
     again = make(checkpoint=AUTO, max_steps=6, resume="auto")
     again.fit()
-    assert again.interval.stall_s == first.interval.stall_s
+    assert again.loop.checkpointer.interval.stall_s == first.loop.checkpointer.interval.stall_s
     assert again.plan.save_s == first.plan.save_s and steps() == [1, 3, 6]
 
 
@@ -48,7 +48,7 @@ def test_failures_that_the_supervisor_has_noted_count() -> None:
     Path("runs/r/logs/events.jsonl").write_text('{"failed": "killed", "of_machines": true}\n' * 5)
     trainer = make(checkpoint=AUTO, max_steps=6, resume="auto")
     trainer.fit()
-    assert trainer.interval.failures == 5 and trainer.plan.save_s == LEAST
+    assert trainer.loop.checkpointer.interval.failures == 5 and trainer.plan.save_s == LEAST
 
 
 def test_without_auto_nothing_is_kept_and_a_resume_may_begin_with_it() -> None:
@@ -58,7 +58,7 @@ def test_without_auto_nothing_is_kept_and_a_resume_may_begin_with_it() -> None:
     assert "interval" not in (locate.checkpoints(Path("ckpt/r"))[-1] / "state.json").read_text()
     trainer = make(checkpoint=AUTO, max_steps=6, resume="auto")
     trainer.fit()
-    assert trainer.interval.stall_s > 0
+    assert trainer.loop.checkpointer.interval.stall_s > 0
 
 
 def test_a_state_that_no_run_writes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_state_that_no_run_writes_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr("trainer.checkpoint.interval.Interval.state_dict", lambda self: odd)
         make(checkpoint=AUTO, max_steps=3).fit()
-    with pytest.raises(Damaged, match=r"checkpoint\.every=auto can't be restored"):
+    with pytest.raises(Damaged, match=r"of interval can't be restored"):
         make(checkpoint=AUTO, max_steps=6, resume="auto").fit()
 
 

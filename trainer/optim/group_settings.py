@@ -1,0 +1,50 @@
+"""Saves settings of the optimizer's groups that user code has changed during a run, such as a momentum."""
+
+from typing import Any
+
+from trainer.optim.probe import GROUP, steps_of
+
+ELSEWHERE = ("params", "lr", "initial_lr")  # `Rates` follows the rates
+
+
+class GroupSettings:
+    """The numbers in an optimizer's groups, other than rates, and other than those that its own steps change.
+
+    Args:
+        optimizer: As it was made.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.made = self._settings()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        kept = steps_of(self.optimizer).kept
+        return [
+            {
+                name: value
+                for name, value in group.items()
+                if name not in ELSEWHERE and GROUP + name not in kept and isinstance(value, int | float | tuple)
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return for each group the settings that differ from those it was made with; empty if none does."""
+        changed = [
+            {name: value for name, value in now.items() if name in made and value != made[name]}
+            for made, now in zip(self.made, self._settings(), strict=True)
+        ]
+        return changed if any(changed) else []
+
+    def load_state_dict(self, changed: list[dict[str, Any]]) -> None:
+        """Put changed settings back.
+
+        Raises:
+            ValueError: A group has no such setting, or one of another kind: a checkpoint may be a stranger's.
+        """
+        for group, made, own in zip(self.optimizer.param_groups, self.made, changed, strict=True):
+            for name, value in own.items():
+                if name not in made or not isinstance(value, int | float | tuple):
+                    raise ValueError(f"optimizer.param_groups has no setting {name}={value}")
+                group[name] = value
