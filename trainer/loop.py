@@ -150,6 +150,8 @@ class Loop:
             self._rehearse(Micro(first.peek(), first.weights[0], [], []))
         context.buckets = self.strategy.buckets()
         stream = self.hooks.wrap("wrap_batches", context, chain(iter([first]), stream))
+        if context.loader.copies:
+            stream = map(context.loader.copies.unchanged, stream)
         return map(self._laid_out, stream) if self.world > 1 else stream
 
     def _split(self, hook: Callable[..., Split], position: int) -> Split:

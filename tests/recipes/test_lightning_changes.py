@@ -115,7 +115,7 @@ def refused(place: Place, name: str) -> str:
 
 
 def test_a_group_that_a_resume_would_lack_is_refused():
-    with pytest.raises(ConfigError, match=r"^optimizer: add_param_group\(\) was called before step 13, and a resume"):
+    with pytest.raises(ConfigError, match=r"^optimizer: a group was added or removed before step 13, and a resume"):
         by_echelon(module_that(group), numbers(), max_epochs=3)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
+from trainer.data.copies import Copies
 from trainer.data.device_prefetch import Upload, upload
 from trainer.data.iterable import preserve_rng_state, refuse_other_size, replay
 from trainer.data.limit import FirstOf
@@ -66,6 +67,7 @@ class Loader:
         self.rank, self.seed, self.timeout_s, self.device = rank, seed, timeout_s, device
         self.ranks_on_node, self.collate, self.weight = ranks_on_node, collate, weight
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies: Copies | None = None  # of the training data, in workers
         self.log_once = cache(log.info)  # what each pass over the data would log again
         self._parts: dict[tuple[int, bool], Iterable[Any]] = {}  # this rank's, by iterable and whether it trains
         # Weak: a generator that is dropped ends, too.
@@ -82,6 +84,8 @@ class Loader:
         """
         steps = partial(steps_from, split_at=split_at or (lambda _: self.split))
         if isinstance(self.source, Samples):
+            if self.options.workers and (dataset := getattr(self.source.reader, "dataset", None)) is not None:
+                self.copies = Copies(dataset)
             micros = self._ordered(self.source, partial(steps, start), stop)
         else:
             micros = self._iterated(self.source, steps, start)
