@@ -25,6 +25,7 @@ OWN += (
     "should_stop",
     "last_batch",
     "after_batch",
+    "composed",
 )  # attributes of the view that are set
 KEY = "self.trainer.callback_metrics"
 OF_VALIDATION = ("val_", "val/", "valid_", "valid/", "validation_", "validation/")
@@ -154,7 +155,7 @@ class AttachedTrainer:
         vars(self).update(datamodule=None, lightning_module=None, configured=None, strategy=AttachedStrategy(self))
         self.echelon: Context | None = None
         self.training, self.validating, self.predicting, self.batch_size = True, False, False, 1
-        self.last_batch, self.after_batch = False, False
+        self.last_batch, self.after_batch, self.composed = False, False, False
         self.logged, self.in_training_step = Logged(), False
         self.of_epoch: dict[str, bool] = {}  # names with on_epoch in training_step, and whether each step has them, too
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recipes.lightning.attached import Logged
 from recipes.lightning.data import plain_attributes, refuse_ranks
-from recipes.lightning.module import find, overrides
+from recipes.lightning.module import GRADIENT_HOOKS, find, overrides
 from trainer.callback import Callback, Role
 from trainer.context import Context
 from trainer.data.batch import Step
@@ -22,7 +22,6 @@ from trainer.optim.groups import WithGroups
 OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale"}  # of a logged step
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer")
 EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
-GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 class LightningHooks(Callback):
@@ -60,7 +59,7 @@ class LightningHooks(Callback):
         return model
 
     def wrap_forward_backward(self, trainer: Context, run: ForwardBackward) -> ForwardBackward:
-        module = find(trainer.module)
+        module, trainer.recipe.view.composed = find(trainer.module), True
         own = [hook for hook in GRADIENT_HOOKS if overrides(module, hook)]
         if not own:
             return run

@@ -6,23 +6,26 @@ from types import CodeType
 from typing import Any
 
 
-def logger_uses(kind: type, methods: Sequence[str]) -> Iterator[tuple[str, str]]:
+def logger_uses(module: Any, methods: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield a method and the attribute that it takes from `self.logger`.
 
-    Methods of the class that these call are read, too. A method that also uses `self.logger` as a value is left out,
+    Methods of the module that these call are read, too. A method that also uses `self.logger` as a value is left out,
     since it may look whether there is one.
     """
-    ahead, seen = list(methods), set(methods)
+    kind, ahead, seen = type(module), list(methods), set(methods)
     while ahead:
         name = ahead.pop()
-        code = getattr(getattr(kind, name, None), "__code__", None)
+        method = vars(module).get(name, getattr(kind, name, None))
+        code = getattr(getattr(method, "func", method), "__code__", None)
         if code is None or code.co_filename == base_file(kind):
             continue
         parts = [*codes_in(code)]
         used = [after for part in parts for after in after_logger(part)]
         if used and None not in used:
             yield name, str(used[0])
-        called = {other for part in parts for other in part.co_names if callable(getattr(kind, other, None))} - seen
+        names = {name for part in parts for name in part.co_names}
+        called = {other for other in names if callable(vars(module).get(other, getattr(kind, other, None)))}
+        called -= seen
         ahead += called
         seen |= called
 

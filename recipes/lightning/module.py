@@ -19,7 +19,8 @@ SET_BY_MODULES = {  # attributes that must stay true -> why
     "recipe",
     "strict_loading": "Echelon loads all weights; leave it out",
 }
-
+FORWARD = "own_forward"  # what a module sets as its attribute `forward`
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")  # a run decides once whether a step calls them
 
 REMOVED = {  # hooks of Lightning 1, which Lightning 2 does not call -> what to use
     "training_epoch_end": "keep the outputs in the module, and use on_train_epoch_end",
@@ -36,16 +37,21 @@ REMOVED = {  # hooks of Lightning 1, which Lightning 2 does not call -> what to 
 }
 
 
-class Attached:
+class Steps:
     """Comes before a module's own class."""
-
-    view: AttachedTrainer
 
     def forward(self, *args: Any, lightning_step: str = "", **kwargs: Any) -> Any:
         """Run a method of the module, or else its own forward pass."""
         if lightning_step:
             return getattr(self, lightning_step)(*args)
-        return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue] of the module's own class
+        own: Any = vars(self).get(FORWARD) or super().forward  # pyright: ignore[reportAttributeAccessIssue] of the module's own class
+        return own(*args, **kwargs)
+
+
+class Attached:
+    """Comes between a module's own classes and Lightning's, so that a method of the module's may call `super()`."""
+
+    view: AttachedTrainer
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Add a value to what is logged. The mean over batches and ranks is weighted by `batch_size`."""
@@ -64,7 +70,14 @@ class Attached:
         """Refuse what `refuse_unsupported` refuses, also if a hook sets it."""
         if value is False and name in SET_BY_MODULES:
             raise set_in_vain(type(self).__name__, name)
-        super().__setattr__(name, value)
+        if instead := (REMOVED | HOOKS.refused).get(name):
+            raise not_called("recipe.module", self, name, instead)
+        if name in GRADIENT_HOOKS and self.view.composed:
+            raise ConfigError(
+                f"recipe.module: {type(self).__name__}.{name} was set when the steps were composed already; set it in "
+                "__init__, setup or configure_model"
+            )
+        super().__setattr__(FORWARD if name == "forward" else name, value)
 
     @property
     def _trainer(self) -> AttachedTrainer:
@@ -110,19 +123,20 @@ def attach(module: Any, view: AttachedTrainer) -> Any:
     if isinstance(module, Attached):
         return module
     refuse_unsupported(module)
-    own = type(module)
-    names = {"view": view, "__module__": own.__module__, "__qualname__": own.__qualname__}
-    module.__class__ = type(own.__name__, (Attached, own), names)
+    attach_one(module, view)
     for child in module.children():
-        if is_lightning(type(child)):
-            attach_child(child, view)
+        if is_lightning(type(child)):  # it may log, too
+            attach_one(child, view)
     return module
 
 
-def attach_child(module: Any, view: AttachedTrainer) -> None:
-    """Let a LightningModule inside of another one log, too."""
+def attach_one(module: Any, view: AttachedTrainer) -> None:
     own = type(module)
-    module.__class__ = type(own.__name__, (Attached, own), {"view": view, "__module__": own.__module__})
+    base = next(kind for kind in own.__mro__ if kind.__name__ == BASE)
+    names = {"view": view, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    module.__class__ = type(own.__name__, (Steps, own, type(BASE, (Attached, base), {})), names)
+    if "forward" in vars(module):
+        vars(module)[FORWARD] = vars(module).pop("forward")
 
 
 def is_lightning(kind: Any) -> bool:
@@ -131,9 +145,9 @@ def is_lightning(kind: Any) -> bool:
 
 
 def overrides(module: Any, name: str) -> bool:
-    """Return whether the module's class has its own method of this name."""
+    """Return whether the module, or its class, has a method of this name that is not Lightning's."""
     base = next(kind for kind in type(module).__mro__ if kind.__name__ in (BASE, "LightningDataModule"))
-    return getattr(type(module), name, None) is not getattr(base, name, None)
+    return name in vars(module) or getattr(type(module), name, None) is not getattr(base, name, None)
 
 
 def set_in_vain(module: str, name: str) -> ConfigError:
@@ -174,7 +188,7 @@ def refuse_logger(module: Any) -> None:
     if isinstance(getattr(type(module), "logger", None), property) and overrides(module, "logger"):
         return
     methods = [name for name in HOOKS.given if overrides(module, name)]
-    if use := next(logger_uses(type(module), methods), None):
+    if use := next(logger_uses(module, methods), None):
         raise ConfigError(
             f"recipe.module: {type(module).__name__}.{use[0]} uses self.logger.{use[1]}, and self.logger is None here, "
             "as with logger=False; give numbers to self.log, or put the line under `if self.logger:`"
@@ -189,8 +203,11 @@ def refuse_data(source: Any) -> None:
 def refuse_overridden(source: Any, key: str, refused: Mapping[str, str], but: Collection[str] = ()) -> None:
     for method, instead in refused.items():
         if method not in but and overrides(source, method):
-            name = type(source).__name__
-            raise ConfigError(f"{key}: {name} overrides {method}, which Echelon does not call; {instead}")
+            raise not_called(key, source, method, instead)
+
+
+def not_called(key: str, source: Any, method: str, instead: str) -> ConfigError:
+    return ConfigError(f"{key}: {type(source).__name__} overrides {method}, which Echelon does not call; {instead}")
 
 
 def refuse_predict_hooks(module: Any) -> None:

@@ -71,7 +71,7 @@ class Lightning:
         self.loaders: dict[str, Any] = {}  # by split
 
     def model(self) -> nn.Module:
-        self.configured = None
+        self.configured, self.view.composed = None, False
         module: Any = self._make_module()
         self.view.lightning_module = module
         module.prepare_data()
