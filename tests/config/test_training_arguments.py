@@ -140,6 +140,11 @@ def test_each_argument_that_is_given_sets_its_key():
             "warmup_steps=20 counts instead of warmup_ratio, as in transformers",
         ),
         (
+            {"save_total_limit": 1},
+            logging.INFO,
+            "save_total_limit=1: 2 checkpoints are kept, so that one is whole while the next is written",
+        ),
+        (
             {"load_best_model_at_end": True},
             logging.WARNING,
             "load_best_model_at_end=true: export/ has the last weights; "

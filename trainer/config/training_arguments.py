@@ -61,6 +61,7 @@ SWITCHES = {
     "auto_find_batch_size", "full_determinism", "load_best_model_at_end", "greater_is_better", "dataloader_drop_last",
     "average_tokens_across_devices", "ddp_find_unused_parameters", "ddp_static_graph",
 }  # fmt: skip
+SWITCHED = {"remove_unused_columns", "dataloader_in_order", "ddp_broadcast_buffers"}  # of which false asks for a change
 OF_CHECKPOINTING = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 OBJECTS = {"accelerator_config", "lr_scheduler_kwargs", *OF_CHECKPOINTING}
 OLD_GIVEN = {"warmup_ratio", "no_cuda"}  # of older versions, with the same meaning
@@ -68,7 +69,21 @@ PARTS = {  # of accelerator_config: the values that ask for nothing else than th
     "split_batches": (False, "batches are per device here; set it to false"),
     "even_batches": (True, "all ranks make the same steps; set it to true"),
     "gradient_accumulation_kwargs": (None, "give gradient_accumulation_steps; set it to null"),
+    "dispatch_batches": (None, "each rank reads its own samples; set it to null"),
+    "use_seedable_sampler": (True, "a seed decides on the order; set it to true"),
+    "non_blocking": (None, ""),  # copies do not wait in either case
+    "use_configured_state": (False, "Echelon has no state of accelerate; set it to false"),
 }
+CHOICES = {  # texts that transformers' constructor takes -> what Echelon does with them
+    "logging_strategy": ("no", "steps", "epoch"),
+    "eval_strategy": ("no", "steps", "epoch"),
+    "save_strategy": ("no", "steps", "epoch", "best"),
+    "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
+    "lr_scheduler_type": (
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+        "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay",
+    ),
+}  # fmt: skip
 UNTYPED = re.compile(r"\+*(trainer\.max_steps|trainer\.max_epochs|batch|micro_batch|accumulate|schedule)=")
 BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 OF_ADAM = {"adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "adam_epsilon": "optimizer.eps"}
@@ -182,7 +197,7 @@ def refusals(given: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: is no argument of transformers' TrainingArguments; {fix}"
         elif name in elsewhere and value not in OLD_DEFAULTS:
             yield f"{name}={shown(value)}: {elsewhere[name]}"
-        elif name in REFUSED and value != defaults.get(name) and (value is not False or defaults.get(name) is True):
+        elif name in REFUSED and value != defaults.get(name) and (value is not False or name in SWITCHED):
             yield f"{name}={shown(value)}: Echelon has no such setting; {REFUSED[name]}"
     yield from refused_values(given)
 
@@ -215,6 +230,9 @@ def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
         lines.append((logging.INFO, text))
     if (steps := given.get("warmup_steps")) and given.get("warmup_ratio", steps) not in (0, steps):
         lines.append((logging.INFO, f"{key}: warmup_steps={steps} counts instead of warmup_ratio, as in transformers"))
+    if given.get("save_total_limit") == 1:
+        text = "2 checkpoints are kept, so that one is whole while the next is written"
+        lines.append((logging.INFO, f"{key}: save_total_limit=1: {text}"))
     if given.get("load_best_model_at_end"):
         text = "export/ has the last weights; 'echelon export ckpt/best.pt FOLDER' writes the best"
         lines.append((logging.WARNING, f"{key}: load_best_model_at_end=true: {text}"))
@@ -231,14 +249,23 @@ def refused_values(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"optim={optim}: Echelon has no such optimizer; give {', '.join(OPTIMIZERS)}{fix}"
     if (shape := given.get("lr_scheduler_type")) in BY_METRIC:
         yield f"lr_scheduler_type={shape}: Echelon's rates depend on the step alone; give another, such as cosine"
-    if (strategy := given.get("eval_strategy", "no")) not in ("no", "steps", "epoch"):
-        yield f"eval_strategy={shown(strategy)}: give no, steps or epoch"
+    for name, known in CHOICES.items():
+        if (value := given.get(name, known[0])) not in known and value not in BY_METRIC:
+            yield f"{name}={shown(value)}: give {', '.join(known[:-1])} or {known[-1]}"
+    if given.get("bf16") and given.get("fp16"):
+        yield "bf16=true and fp16=true: a run has one precision, as in transformers; remove one"
     if given.get("average_tokens_across_devices") is False:
         yield "average_tokens_across_devices=false: Echelon counts the tokens of all ranks; remove it"
     if given.get("data_seed") not in (None, given.get("seed", 42)):
         yield f"data_seed={given['data_seed']}: the data has the seed of the run; remove it"
-    for name, (default, fix) in PARTS.items():
-        if (value := given.get("accelerator_config", {}).get(name, default)) != default:
+    yield from refused_parts(given)
+
+
+def refused_parts(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield values that Echelon lacks of the arguments that are objects."""
+    for name, value in given.get("accelerator_config", {}).items():
+        default, fix = PARTS.get(name, (None, "is no part of accelerator_config; remove it"))
+        if fix and (name not in PARTS or value != default):
             yield f"accelerator_config.{name}={shown(value)}: {fix}"
     for name in OF_CHECKPOINTING:
         for key in given.get(name, {}).keys() - {"use_reentrant"}:
