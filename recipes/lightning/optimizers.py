@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,9 @@ class Scheduler:
     interval: str = "epoch"
     frequency: int = 1
     monitor: str | None = None
+    reduce_on_plateau: bool | None = None
+    strict: bool = True
+    name: str | None = None
 
     @property
     def on_plateau(self) -> bool:
@@ -57,9 +60,11 @@ class Configured:
 
     def _scheduler(self, given: Any) -> Scheduler:
         found = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-        made = Scheduler(
-            **{key: found[key] for key in ("scheduler", "interval", "frequency", "monitor") if key in found}
-        )
+        known = [field.name for field in fields(Scheduler)]
+        if unknown := [key for key in found if key not in known]:
+            raise ConfigError(f"{KEY}: lr_scheduler has {unknown[0]!r}, which is no key of it; give {', '.join(known)}")
+        made = Scheduler(**found)
+        refuse_plateau_settings(made)
         if not hasattr(made.scheduler, "step") or made.interval not in ("step", "epoch"):
             raise ConfigError(f"{KEY}: {made.scheduler!r} with interval {made.interval!r} is no scheduler of torch's")
         if getattr(made.scheduler, "optimizer", self.optimizer) is not self.optimizer:
@@ -136,6 +141,21 @@ class Configured:
     def monitors(self) -> dict[str, str]:
         """Return the metric that each scheduler of role ReduceLROnPlateau waits for, as the module names it."""
         return {str(s.monitor): f"val/{short_name(str(s.monitor))}" for s in self.schedulers if s.on_plateau}
+
+
+def refuse_plateau_settings(given: Scheduler) -> None:
+    """Raise ConfigError if settings ask for other steps of a plateau's scheduler than one at each validation."""
+    kind = type(given.scheduler).__name__
+    if given.reduce_on_plateau is not None and given.reduce_on_plateau != given.on_plateau:
+        asked = f"reduce_on_plateau={given.reduce_on_plateau} with {kind}"
+        raise ConfigError(f"{KEY}: {asked}, and only ReduceLROnPlateau is stepped with a metric; leave it out")
+    if not given.on_plateau:
+        return
+    if given.strict is False:
+        raise ConfigError(f"{KEY}: strict=False, and {kind} needs its monitor at each validation; leave it out")
+    if (given.interval, given.frequency) != ("epoch", 1):
+        asked = f"interval={given.interval!r} and frequency={given.frequency} with {kind}"
+        raise ConfigError(f"{KEY}: {asked}, which steps at each validation; give trainer.validate_every instead")
 
 
 def parse(found: Any) -> tuple[Optimizer, list[Any]]:
