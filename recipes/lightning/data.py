@@ -64,7 +64,7 @@ class Batches:
             return iter(with_sampler(loader, own))
         if ranks > 1:
             loader: Any = part_of(loader, dist.get_rank(), ranks, self.seed(), lambda *_: None)
-        begin_pass(loader, self.epoch)
+        begin_pass(loader, self.epoch, self.split == "train")
         return iter(loader)
 
     def splits(self, ranks: int) -> bool:

@@ -24,6 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trainer.callback import Callback
 from trainer.config.options import DataOptions, LimitOptions, Options
 from trainer.data.torch_loader import batch_size_of, batches_in
 from trainer.errors import ConfigError
@@ -257,3 +258,48 @@ def test_the_samples_of_several_loaders_are_concatenated():
     """The fix that the refusal names."""
     loader = DataLoader(ConcatDataset([Numbers(10), Numbers(10)]), 5)
     assert batches_in(loader, 1) == 4
+
+
+class Sets(Callback):
+    """Sets an epoch of the sampler after step 2, which is the last of pass 0."""
+
+    def __init__(self, sampler: Any, epoch: int) -> None:
+        self.sampler, self.epoch = sampler, epoch
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == 3:
+            self.sampler.set_epoch(self.epoch)
+
+
+class Linear:
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.seen = loader, list[list[int]]()
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def data(self, split: str) -> Any:
+        return self.loader if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        self.seen.append(batch[:, 0].tolist())
+        return model(batch[:, :1].float()).square().mean() * 0
+
+
+def test_user_code_sets_no_other_epoch_during_a_run(in_folder):
+    sampler = backwards()
+    recipe = Linear(DataLoader(Numbers(), 10, sampler=sampler))
+    for epoch in (1, 2):
+        options = Options(max_steps=5, run_dir=f"runs/{epoch}")
+        trainer = Trainer(
+            recipe, {"sets": Sets(sampler, epoch)}, batch=10, options=options, data=DataOptions(workers=0)
+        )
+        if epoch == 1:  # that of the pass, as many loops set it
+            trainer.fit()
+            assert [seen[0] for seen in recipe.seen] == [19, 9, 0, 10, 1]
+        else:
+            why = r"^recipe\.data\('train'\): EpochOrder\.set_epoch\(2\) was called in pass 1, whose samples are drawn"
+            with pytest.raises(ConfigError, match=why):
+                trainer.fit()
+        sampler.set_epoch(7)  # after a run it is the user's again
+        assert sampler.epoch == 7

@@ -176,6 +176,14 @@ def test_what_the_samples_do_not_take_with_them_is_logged(capsys):
     assert line in capsys.readouterr().out
 
 
+def test_an_epoch_that_a_hook_sets_for_a_pass_that_has_begun_is_refused():
+    trainer = made(TRAINED["custom"], batches=True, batch=10)
+    module, sampler = trainer.module, trainer.recipe.loaders["train"].sampler
+    module.on_train_epoch_start = lambda: sampler.set_epoch(2 * module.current_epoch + 1)
+    with pytest.raises(ConfigError, match=r"EpochOrder\.set_epoch\(1\) was called in pass 0"):
+        trainer.fit()
+
+
 @pytest.mark.parametrize("name", ["custom", "replacement", "weights", "batches"])
 def test_a_training_loader_with_an_order_of_its_own_is_refused_or_its_batches_are_taken(name):
     with pytest.raises(ConfigError, match=r"Sampler|EpochOrder.* has an order of its own; give recipe\.batches=true"):

@@ -38,7 +38,7 @@ def replay(
     count, given = weight or count_samples, source if given is None else given
     for walked in itertools.count():
         batch = None
-        begin_pass(source.source if isinstance(source, FirstOf) else source, walked)
+        begin_pass(source.source if isinstance(source, FirstOf) else source, walked, endless)
         for batch in source:
             try:
                 items = count(batch)

@@ -22,7 +22,7 @@ from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import SampleFault, Samples, Several, each_set
 from trainer.data.stream import Stream
-from trainer.data.torch_loader import again, batches_in, end_workers, part_of
+from trainer.data.torch_loader import again, batches_in, end_passes, end_workers, part_of
 from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import Terminal, doing, log
@@ -152,6 +152,7 @@ class Loader:
                 source.reader.close()
         for part in self._parts.values():
             end_workers(part)
+            end_passes(part)
 
     def _run(self, micros: Generator[Micro]) -> Iterator[Micro]:
         self._running.add(micros)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.errors import ConfigError
 from trainer.rng import GOLDEN, MASK
 
 DRAWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -80,14 +82,53 @@ def again(loader: DataLoader[Any]) -> DataLoader[Any]:
     return own
 
 
-def begin_pass(source: Any, number: int) -> None:
-    """Call `set_epoch` of an iterable, or of a DataLoader's samplers, where they have it, before a pass."""
-    parts = [source]
+class OwnEpoch:
+    """Takes the place of an object's `set_epoch` while a run trains, since the samples of a pass are drawn ahead."""
+
+    def __init__(self, set_epoch: Callable[[int], Any], number: int, kind: str) -> None:
+        self.set_epoch, self.number, self.kind = set_epoch, number, kind
+
+    def __call__(self, epoch: int) -> None:
+        """Do nothing, as the epoch is set.
+
+        Raises:
+            ConfigError: It is another one.
+        """
+        if epoch != self.number:
+            raise ConfigError(
+                f"recipe.data('train'): {self.kind}.set_epoch({epoch}) was called in pass {self.number}, whose samples "
+                f"are drawn already; leave it out, since Echelon calls set_epoch({self.number}) before the pass"
+            )
+
+
+def with_epoch(source: Any) -> list[Any]:
+    """Return what has a method `set_epoch`: an iterable, or a DataLoader's samplers."""
+    parts: list[Any] = [source]
     if isinstance(source, DataLoader):
         parts = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
-    for part in {id(part): part for part in parts}.values():
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(number)
+    return [part for part in {id(part): part for part in parts}.values() if hasattr(part, "set_epoch")]
+
+
+def begin_pass(source: Any, number: int, trains: bool) -> None:
+    """Call `set_epoch` of an iterable, or of a DataLoader's samplers, before a pass.
+
+    Args:
+        trains: It is a pass of training, in which user code may set no other epoch.
+    """
+    for part in with_epoch(source):
+        given = part.set_epoch
+        set_epoch = given.set_epoch if isinstance(given, OwnEpoch) else given
+        set_epoch(number)
+        if trains:
+            with suppress(AttributeError):  # it has slots
+                part.set_epoch = OwnEpoch(set_epoch, number, type(part).__name__)
+
+
+def end_passes(source: Any) -> None:
+    """Let user code set epochs again, also of a loader inside."""
+    for part in (*with_epoch(source), *with_epoch(getattr(source, "loader", None))):
+        if isinstance(getattr(part, "__dict__", {}).get("set_epoch"), OwnEpoch):
+            del part.set_epoch
 
 
 def batches_in(source: Any, ranks: int) -> int | None:
