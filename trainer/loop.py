@@ -119,7 +119,9 @@ class Loop:
             context.stop("max_steps")
         context.heartbeat.beat(state.step)
         self.checkpointer.refuse_superseded()
+        before = context.loader.copies()
         context.emit("on_fit_start")
+        before.refuse_before(state.step)
         if not (context.stop_reason and self.checkpointer.is_saved()):  # else there is nothing to do
             context.accepted = True
             self._accept()
@@ -143,6 +145,7 @@ class Loop:
         stop = math.inf if plan.max_steps is None else plan.samples_at(plan.max_steps)
         split_at = partial(self._split, self.hooks["split"][0]) if self.hooks["split"] else None
         stream = context.loader.train(plan.manifest.get("samples", 0), split_at, stop)
+        copies = context.loader.copies()
         first = next(stream)  # data that can't be used is refused before anything changes
         if self.world > 1 and plan.order is None:
             warn_of_same_batches(first.peek(), self.strategy.data_rank, context.ranks.gather)
@@ -150,8 +153,8 @@ class Loop:
             self._rehearse(Micro(first.peek(), first.weights[0], [], []))
         context.buckets = self.strategy.buckets()
         stream = self.hooks.wrap("wrap_batches", context, chain(iter([first]), stream))
-        if context.loader.copies:
-            stream = map(context.loader.copies.unchanged, stream)
+        if plan.data.workers and copies.kept:
+            stream = map(copies.unchanged, stream)
         return map(self._laid_out, stream) if self.world > 1 else stream
 
     def _split(self, hook: Callable[..., Split], position: int) -> Split:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recipes.lightning.attached import Logged
-from recipes.lightning.data import plain_attributes, refuse_ranks
+from recipes.lightning.data import refuse_ranks
 from recipes.lightning.module import GRADIENT_HOOKS, find, overrides
 from trainer.callback import Callback, Role
 from trainer.context import Context
@@ -84,11 +84,9 @@ class LightningHooks(Callback):
         recipe.view.logged.clear()
         trainer.gathered.append((partial(self._of_step, recipe.view.logged, recipe.view.of_epoch), self._name))
         self.module = module
-        self.samples = plain_attributes(recipe)
         module.on_fit_start()
         module.on_train_start()
         module.on_train_epoch_start()
-        self._refuse_changed_data(trainer)
         for name, parameter in module.named_parameters():  # of a checkpoint: after hooks that have run before it
             parameter.requires_grad_(parameter.requires_grad if self.frozen is None else name not in self.frozen)
         self.open = True  # an epoch has begun, and not ended
@@ -133,20 +131,10 @@ class LightningHooks(Callback):
             self.open = not trainer.stop_reason and trainer.step != trainer.plan.max_steps
             if self.open:
                 module.on_train_epoch_start()
-                self._refuse_changed_data(trainer)
         if trainer.metrics:  # a step that is logged
             self._compare(trainer.metrics)
             trainer.metrics |= self.of_epoch
             self.of_epoch = {}
-
-    def _refuse_changed_data(self, trainer: Context) -> None:
-        """Raise ConfigError if a hook has changed an attribute of the samples, of which data workers have copies."""
-        for name, value in plain_attributes(trainer.recipe).items():
-            if trainer.loader.options.workers and repr(value) != repr(self.samples.get(name, value)):  # NaN is itself
-                raise ConfigError(
-                    f"{name}: a hook changed it from {self.samples[name]!r} to {value!r}, and data workers have copies "
-                    "of the data set from before; give data.workers=0, or recipe.batches=true"
-                )
 
     def _add(self, logged: Logged, of_epoch: Mapping[str, bool]) -> None:
         """Add what a step has logged with on_epoch to the sums of the epoch."""

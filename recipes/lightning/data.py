@@ -167,25 +167,6 @@ def not_used(loader: DataLoader[Any]) -> list[str]:
     return ["batch_size", *(name for name in names if getattr(loader, name) != getattr(defaults, name))]
 
 
-def plain_attributes(recipe: Any) -> dict[str, Any]:
-    """Return the numbers and texts that the samples of training have as attributes, by class and name.
-
-    Empty if a loader's own batches are taken, whose workers begin with each pass.
-    """
-    loader = recipe.loaders.get("train")
-    parts = [] if recipe.batches else [getattr(loader, "dataset", None)]
-    for part in parts:  # also what a Subset or a ConcatDataset is of
-        parts += [
-            inner for inner in (getattr(part, "dataset", None), *getattr(part, "datasets", ())) if inner is not None
-        ]
-    return {
-        f"{type(part).__name__}.{name}": value
-        for part in parts
-        for name, value in getattr(part, "__dict__", {}).items()
-        if isinstance(value, str | int | float)
-    }
-
-
 def collate(samples: list[tuple[Callable[[list[Any]], Any], Any]]) -> Any:
     """Return the batch that the samples' own loader makes of them."""
     return samples[0][0]([sample for _, sample in samples])

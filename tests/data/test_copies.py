@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import make
 from torch.utils.data import Subset
 from toy_recipe import Points, Toy
 
@@ -65,8 +64,20 @@ def test_a_change_reaches_the_samples_in_this_process_and_is_refused_where_worke
         run(workers=1)
 
 
-def test_a_run_without_such_attributes_compares_nothing(in_folder):
-    assert not Copies([1, 2]).kept and make().loader.copies is None
+def test_a_hook_before_the_first_step_is_refused_and_named_at_a_resume(in_folder, caplog):
+    copies = Copies(levels := Levels(3))
+    copies.refuse_before(0)
+    levels.level = 1
+    with pytest.raises(ConfigError, match=r"^Levels\.level: was changed from 0 to 1 by a hook, and the samples"):
+        ConfigError, match=r"^Levels\.level: was changed from 0 to 1 by a hook, and the samples of the f"
+    ):
+        copies.refuse_before(0)
+    copies.refuse_before(3)
+    assert "resume: Levels.level: was changed from 0 to 1 by a hook" in caplog.text
+
+
+def test_what_is_no_number_or_text_is_not_compared():
+    assert not Copies([1, 2]).kept
     own = Copies(levels := Levels(3))
     levels.rate = math.nan
     del levels.level

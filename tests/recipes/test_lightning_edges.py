@@ -214,7 +214,7 @@ def test_a_hook_that_changes_the_samples_is_obeyed_or_refused(workers, batches):
         options=Options(max_epochs=2, validate_every=None, run_dir="runs/r"), data=DataOptions(workers=workers),
     )  # fmt: skip
     if workers:
-        with pytest.raises(ConfigError, match=r"^Growing\.stage: a hook changed it from 1 to 2, .*data\.workers=0"):
+        with pytest.raises(ConfigError, match=r"^Growing\.stage: was changed from 1 to 2 during .*data\.workers=0"):
             trainer.fit()
     else:
         trainer.fit()

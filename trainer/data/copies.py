@@ -1,9 +1,10 @@
-"""Notices changes of a data set of which data workers have copies."""
+"""Notices changes of a data set whose samples are read ahead, or of which data workers have copies."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from trainer.errors import ConfigError
+from trainer.log import log
 
 T = TypeVar("T")
 
@@ -12,7 +13,7 @@ class Copies:
     """The numbers and texts that a data set has as attributes, also those of a data set that it wraps.
 
     Args:
-        dataset: The data set, before workers copy it.
+        dataset: The data set, before samples are read.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -23,19 +24,38 @@ class Copies:
             if isinstance(value, str | int | float) and value == value  # NaN is no other NaN
         ]
 
+    def changed(self) -> str:
+        """Return the first attribute that user code has changed since, for an error; empty if none has."""
+        for part, name, value in self.kept:
+            if (now := vars(part).get(name, value)) != value:
+                return f"{type(part).__name__}.{name}: was changed from {value!r} to {now!r}"
+        return ""
+
     def unchanged(self, step: T) -> T:
-        """Return the data of a step.
+        """Return the data of a step that workers have loaded.
 
         Raises:
             ConfigError: User code has changed an attribute since.
         """
-        for part, name, value in self.kept:
-            if (now := vars(part).get(name, value)) != value:
-                raise ConfigError(
-                    f"{type(part).__name__}.{name}: was changed from {value!r} to {now!r} during the run, and data "
-                    "workers have copies of the data set from before; give data.workers=0"
-                )
+        if what := self.changed():
+            raise ConfigError(
+                f"{what} during the run, and data workers have copies of the data set from before; give data.workers=0"
+            )
         return step
+
+    def refuse_before(self, step: int) -> None:
+        """Refuse a change by a hook that runs before step `step` + 1. Of a resume, log it.
+
+        Raises:
+            ConfigError: A new run would read other samples in its first step than in later ones.
+        """
+        if (what := self.changed()) and step:
+            log.warning("resume: %s by a hook, and the samples of the first step were read before", what)
+        elif what:
+            raise ConfigError(
+                f"{what} by a hook, and the samples of the first step were read before; set it in recipe.data(), or in "
+                "setup() of a LightningModule"
+            )
 
 
 def parts_of(dataset: Any) -> Iterator[Any]:

@@ -67,7 +67,6 @@ class Loader:
         self.rank, self.seed, self.timeout_s, self.device = rank, seed, timeout_s, device
         self.ranks_on_node, self.collate, self.weight = ranks_on_node, collate, weight
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.copies: Copies | None = None  # of the training data, in workers
         self.log_once = cache(log.info)  # what each pass over the data would log again
         self._parts: dict[tuple[int, bool], Iterable[Any]] = {}  # this rank's, by iterable and whether it trains
         # Weak: a generator that is dropped ends, too.
@@ -84,8 +83,6 @@ class Loader:
         """
         steps = partial(steps_from, split_at=split_at or (lambda _: self.split))
         if isinstance(self.source, Samples):
-            if self.options.workers and (dataset := getattr(self.source.reader, "dataset", None)) is not None:
-                self.copies = Copies(dataset)
             micros = self._ordered(self.source, partial(steps, start), stop)
         else:
             micros = self._iterated(self.source, steps, start)
@@ -103,6 +100,11 @@ class Loader:
             del now
             yield step
             del step
+
+    def copies(self) -> Copies:
+        """Return the attributes that a map-style training data set has now; none of other data."""
+        reader = self.source.reader if isinstance(self.source, Samples) else None
+        return Copies(getattr(reader, "dataset", None))
 
     def validations(self) -> dict[str, Callable[[], Iterator[Micro]]]:
         """Return `validate` of each validation data set, by the prefix of its metrics."""
