@@ -69,8 +69,6 @@ def test_a_hook_before_the_first_step_is_refused_and_named_at_a_resume(in_folder
     copies.refuse_before(0)
     levels.level = 1
     with pytest.raises(ConfigError, match=r"^Levels\.level: was changed from 0 to 1 by a hook, and the samples"):
-        ConfigError, match=r"^Levels\.level: was changed from 0 to 1 by a hook, and the samples of the f"
-    ):
         copies.refuse_before(0)
     copies.refuse_before(3)
     assert "resume: Levels.level: was changed from 0 to 1 by a hook" in caplog.text
