@@ -13,6 +13,7 @@ from support.needs import needs
 from support.runs import make
 from toy_recipe import Toy
 
+from trainer import timeouts
 from trainer.callback import Callback
 from trainer.errors import ConfigError
 from trainer.monitors.wandb import WandB
@@ -31,6 +32,7 @@ def teardown() -> None:
 def alone(tmp_path, monkeypatch) -> Iterator[None]:
     """No key of this machine's user, and no process of wandb's that goes on."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(timeouts, "LOGGER_S", 120.0)  # wandb's process starts slowly on a busy machine
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
