@@ -1,6 +1,7 @@
 """The average and its BatchNorm against torch.optim.swa_utils and by hand; resumed, rolled back, stopped."""
 
 import json
+import math
 import os
 import signal
 from functools import partial
@@ -165,6 +166,34 @@ def test_periods_by_hand(knobs, steps):
     expected = np.mean([history.weights[step] for step in steps], axis=0)
     np.testing.assert_allclose(flat(trainer.eval_model), expected, rtol=1e-12)
     np.testing.assert_array_equal(flat(trainer.module), history.weights[8])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ends"),
+    [
+        ({}, [288, 384]),  # from three quarters of 4 epochs of 96 samples, not of the steps: 15 of 20
+        ({"every": "40 samples"}, [288, 328, 368]),
+        ({"start": "2.5 epochs"}, [240, 336]),
+        ({"start": "1 epochs"}, [96, 192, 288, 384]),
+    ],
+)
+def test_after_a_resume_with_another_batch_samples_count(knobs, ends):
+    """Two epochs of 48 samples a step, then two of 12."""
+
+    def fit(batch: int, epochs: int, **callbacks: Callback) -> Trainer:
+        options = Options(max_epochs=epochs, run_dir="runs/r", resume="auto", accept=["batch", "callbacks"])
+        own = {"batch": batch, "options": options, "data": DataOptions(workers=0), "place": Place()}
+        trainer = Trainer(Toy(dtype="float64"), callbacks, sgd, **own)
+        trainer.fit()
+        return trainer
+
+    swa, before, history = SWA(update_bn=0, **knobs), History(), History()
+    fit(48, 2, history=before, **({"swa": SWA(update_bn=0, **knobs)} if ends[0] < 192 else {}))
+    trainer = fit(12, 4, swa=swa, history=history)
+    assert (trainer.step, trainer.samples) == (4 + 16, 4 * 96)
+    weights = [before.weights[end // 48] if end <= 192 else history.weights[math.ceil(end / 12) - 16] for end in ends]
+    np.testing.assert_allclose(flat(trainer.eval_model), np.mean(weights, axis=0), rtol=1e-12)
+    assert int(swa.averaged) == len(ends)
 
 
 def test_validation_is_of_the_plain_weights_before_the_start_and_then_of_the_average():
