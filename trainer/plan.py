@@ -21,8 +21,8 @@ from trainer.composition import arrange
 from trainer.config.duration import Duration, Periods
 from trainer.config.options import DataOptions, Options
 from trainer.data.limit import FirstOf, first_batches, first_validation
-from trainer.data.source import Samples, open_source, transform_of
-from trainer.data.torch_loader import batch_size_of, batches_in
+from trainer.data.source import Samples, each_set, open_source, transform_of
+from trainer.data.torch_loader import batch_size_of, batches_in, refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
@@ -179,6 +179,8 @@ class Plan:
             each(None)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
+        for split, part in {"train": source, **each_set(self.validation, "val")}.items():
+            refuse_other_replicas(part, split, place.rank % self.data_world, self.data_world)
         size = batch_size_of(source)
         if self.splits and size:
             self.micro, self.accumulate = split_by(size, self.batch, self.data_world)

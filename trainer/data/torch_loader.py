@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -16,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.errors import ConfigError
 from trainer.rng import GOLDEN, MASK
 
 DRAWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -80,14 +82,31 @@ def again(loader: DataLoader[Any]) -> DataLoader[Any]:
     return own
 
 
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    parts = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
 def begin_pass(source: Any, number: int) -> None:
     """Call `set_epoch` of an iterable, or of a DataLoader's samplers, where they have it, before a pass."""
-    parts = [source]
-    if isinstance(source, DataLoader):
-        parts = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
-    for part in {id(part): part for part in parts}.values():
+    for part in samplers_of(source) if isinstance(source, DataLoader) else [source]:
         if hasattr(part, "set_epoch"):
             part.set_epoch(number)
+
+
+def refuse_other_replicas(source: Any, split: str, rank: int, ranks: int) -> None:
+    """Refuse a DataLoader whose DistributedSampler is for other ranks: they would repeat or leave out samples.
+
+    Raises:
+        ConfigError: It is for another number of ranks, or for another rank than this one.
+    """
+    for sampler in samplers_of(source) if isinstance(source, DataLoader) else ():
+        own = isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank)
+        if own and own != (ranks, rank):
+            raise ConfigError(
+                f"recipe.data({split!r}): DistributedSampler(num_replicas={own[0]}, rank={own[1]}) on rank {rank} of "
+                f"{ranks}; return the DataLoader without it, whose samples the ranks share"
+            )
 
 
 def batches_in(source: Any, ranks: int) -> int | None:
