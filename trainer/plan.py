@@ -179,7 +179,8 @@ class Plan:
             each(None)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
-        for split, part in {"train": source, **each_set(self.validation, "val")}.items():
+        validation = {} if self.validation is None else each_set(self.validation, "val")
+        for split, part in {"train": source, **validation}.items():
             refuse_other_replicas(part, split, place.rank % self.data_world, self.data_world)
         size = batch_size_of(source)
         if self.splits and size:

@@ -80,6 +80,8 @@ class SWA(Callback):
         self._follow(trainer)
         if self.samples and self.updated != self.averaged and trainer.stop_reason != "signal":
             self._update_bn(trainer)
+        if self.averaged:  # some steps ago; a pass has changed them, too
+            self.model.copy_buffers(self.layers if self.samples else ())
 
     def _follow(self, trainer: TrainerProtocol) -> None:
         step = trainer.step - trainer.lag
