@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from trainer.errors import ConfigError
 from trainer.main import tools
+from trainer.process.arguments import ArgumentParser
 
 MODULES = sorted(set(tools()) - {"tune"})  # tune's arguments are a run's own
 
@@ -17,3 +20,13 @@ def test_an_unknown_option(name, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 78
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "--help" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "key"), [(["s3://b/run"], "RUN"), (["runs/a", "--json", "s3://b/run"], "--json")])
+def test_a_url_is_no_path(words, key):
+    made = ArgumentParser(prog="echelon tool")
+    made.add_argument("run", type=Path, metavar="RUN")
+    made.add_argument("--json", type=Path)
+    with pytest.raises(ConfigError, match=rf"^{key}=s3://b/run: is a URL, and only local paths work here; mount"):
+        made.parse_args(words)
+    assert made.parse_args(["runs/a"]).run == Path("runs/a")

@@ -211,9 +211,10 @@ def refuse_settings_of_jobs(settings: Any) -> None:
     for kind in ("sweeper", "launcher"):
         target = str(settings[kind]._target_)
         if not target.startswith("hydra._internal.core_plugins.basic"):
-            name = settings.runtime.choices.get(f"hydra/{kind}", target)
+            chosen = settings.runtime.choices.get(f"hydra/{kind}", "basic")
+            given = f"hydra.{kind}._target_={target}" if chosen == "basic" else f"hydra/{kind}={chosen}"
             raise ConfigError(
-                f"hydra/{kind}={name}: this plugin would train nothing here; leave it out: -m runs one value after "
+                f"{given}: this plugin would train nothing here; leave it out: -m runs one value after "
                 "the other, and trainer.devices=N starts N ranks"
             )
     for key, (unset, fix) in UNREAD.items():
