@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trainer.annotated import called, fits
+from trainer.annotated import called, checked, fits
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, overrides
 from trainer.callback_checks import refuse_no_callback, refuse_other_hooks
@@ -96,6 +96,7 @@ class Plan:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
+        refuse_no_functions(data)
         self._open_data(recipe, place, each)
         if self.order is None and spec is None:  # an iterable decides the size of its batches: no uneven split
             split_batch(batch, data_world, micro_batch, accumulate)
@@ -410,6 +411,13 @@ def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
             f"{nearest}, or another batch_size of the DataLoader"
         )
     return size, batch // unit
+
+
+def refuse_no_functions(data: DataOptions) -> None:
+    """Refuse what is no function in `data.decoders` and `data.map`; a config's names are functions by now."""
+    for key, functions in (("data.decoders", data.decoders), ("data.map", data.map)):
+        for number, function in enumerate(functions):
+            checked(f"{key}.{number}", function, Callable[..., Any])
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
