@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import ConfigError
 from trainer.main import tools
 from trainer.process.arguments import ArgumentParser
 
@@ -23,10 +22,13 @@ def test_an_unknown_option(name, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "key"), [(["s3://b/run"], "RUN"), (["runs/a", "--json", "s3://b/run"], "--json")])
-def test_a_url_is_no_path(words, key):
+def test_a_url_is_no_path(words, key, capsys):
     made = ArgumentParser(prog="echelon tool")
     made.add_argument("run", type=Path, metavar="RUN")
     made.add_argument("--json", type=Path)
-    with pytest.raises(ConfigError, match=rf"^{key}=s3://b/run: is a URL, and only local paths work here; mount"):
+    with pytest.raises(SystemExit) as ended:
         made.parse_args(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 78 and said.count("\n") == 1
+    assert said.startswith(f"echelon: {key}=s3://b/run: is a URL, and only local paths work here; mount")
     assert made.parse_args(["runs/a"]).run == Path("runs/a")
