@@ -170,6 +170,7 @@ def test_a_mistake_in_python_is_one_line(call, line, tmp_path, monkeypatch):
         (1e3, int, 1000), (1e3, int | None, 1000), (1e3, int | str, 1000), (np.int64(3), int, 3), (True, bool, True),
         (np.float32(0.5), float, 0.5), (torch.tensor(0.5), float, 0.5), (np.array(2), PositiveInt, 2),
         ((0.9, np.float64(0.5)), tuple[float, float], (0.9, 0.5)), (3, float, 3),
+        (OmegaConf.create([3, 4]), list[int] | None, [3, 4]), (OmegaConf.create({"a": 1}), dict | None, {"a": 1}),
     ],
 )  # fmt: skip
 def test_numbers_become_plain(given, kind, taken):

@@ -7,7 +7,7 @@ import inspect
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
@@ -131,11 +131,20 @@ def checked(key: str, value: Any, kind: Any, shown: str | None = None) -> Any:
     """
     number = plain(value)
     if not fits(number, kind):
+        number = plain(native(value))
+    if not fits(number, kind):
         whole = isinstance(number, float) and number.is_integer()
         if not (whole and fits(number := int(number), kind)):
             raise misfit(key, value, kind, as_yaml(value) if shown is None else shown)
     refuse_out_of_range(key, number, kind)
     return number
+
+
+def native(value: Any) -> Any:
+    """Return a mapping or a sequence of another class, such as OmegaConf's, as a dict or a list."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | list | tuple) else value
 
 
 def plain(value: Any) -> Any:
