@@ -31,6 +31,7 @@ from recipes.chunked_loss import cross_entropy
 from recipes.corpus import Corpus, Settings, prepare
 from recipes.huggingface.recipe import no_progress_bar
 from recipes.wordpiece import CLS, MASK, SEP, SPECIALS
+from trainer.annotated import check_arguments
 from trainer.log import log
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Bert:
     paths = ("text", "cache")
     length: int | None = None  # of a training sequence's parts, within which tokens attend; recipes/grow_sequence.py
 
+    @check_arguments("recipe.")
     def __init__(  # noqa: PLR0913 each argument is a knob of the config
         self,
         text: str | list[str] | None = None,

@@ -24,6 +24,7 @@ from recipes.checks import check_transformer
 from recipes.chunked_loss import cross_entropy
 from recipes.corpus import Corpus, Settings, prepare
 from recipes.huggingface.recipe import no_progress_bar
+from trainer.annotated import check_arguments
 from trainer.errors import require
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class Gpt2:
     paths = ("text", "cache")
     length: int | None = None  # of a training sequence's parts, within which tokens attend; recipes/grow_sequence.py
 
+    @check_arguments("recipe.")
     def __init__(
         self,
         text: str | list[str] | None = None,

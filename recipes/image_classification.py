@@ -21,6 +21,7 @@ from recipes.checks import check
 from recipes.export import write_model
 from recipes.images import DEVIATION, MEAN, ImageFolder, augment, crop_middle, image_of, normalise
 from recipes.resnet import ResNet
+from trainer.annotated import check_arguments
 from trainer.data.shards.classes import CLASSES, read_classes
 from trainer.errors import ConfigError, require
 
@@ -50,6 +51,7 @@ class ImageClassification:
 
     paths = ("train", "val")
 
+    @check_arguments("recipe.")
     def __init__(
         self,
         train: str | list[str] | None = None,

@@ -14,6 +14,7 @@ from recipes import calls, criteo
 from recipes.auc import AUC
 from recipes.criteo import CATEGORIES, INTEGERS, Clicks
 from recipes.dlrm import DLRM
+from trainer.annotated import check_arguments
 from trainer.errors import ConfigError, require
 
 
@@ -37,6 +38,7 @@ class Recommendation:
 
     paths = ("train", "val", "cache")
 
+    @check_arguments("recipe.")
     def __init__(
         self,
         train: str | list[str] | None = None,

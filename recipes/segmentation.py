@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 
 from recipes.export import write_model
 from recipes.scans import NO_LABEL, ExampleScans, Repeated, Sample, ScanFolder, check_installed, of_members
+from trainer.annotated import check_arguments
 from trainer.errors import ConfigError, require
 
 FLIPPED = 0.5  # chance of a flip, along each axis
@@ -46,6 +47,7 @@ class Segmentation:
 
     paths = ("train", "val")
 
+    @check_arguments("recipe.")
     def __init__(
         self,
         train: str | list[str] | None = None,

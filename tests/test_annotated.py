@@ -15,13 +15,15 @@ from omegaconf import OmegaConf
 from support.cli import ROOT
 from toy_recipe import Toy
 
-from echelon import Callback, DataOptions, Options, Trainer
+from echelon import Callback, DataOptions, Options, Trainer, launch
+from recipes.huggingface import HuggingFace
+from recipes.lightning import Lightning
 from trainer.annotated import Above, AtLeast, AtMost, Below, Bound, PositiveInt, checked, fits
 from trainer.callbacks.ema import EMA
 from trainer.comm.nccl import NCCLOptions
 from trainer.config.check import check_values
 from trainer.config.options import CheckpointOptions, DDPOptions, LimitOptions
-from trainer.config.schema import ANY_NAME, Knob, knobs, option_parameters
+from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, knobs, option_parameters
 from trainer.config.targets import LIBRARIES
 from trainer.errors import ConfigError
 from trainer.optim.schedule import Cosine
@@ -40,12 +42,18 @@ Target = tuple[str, Callable[..., Any], dict[str, Knob]]
 
 
 def targets() -> Iterator[Target]:
-    """Give each section, and each optimizer, schedule and callback that conf/ names: key, constructor, knobs."""
+    """Give each section, recipe, optimizer, schedule and callback that conf/ names: key, constructor, knobs."""
+    recipes = set[str]()
     for key, options in SECTIONS.items():
         yield key, options, option_parameters(options)
-    for group in ("optimizer", "schedule", "callbacks"):
+    for group in ("recipe", "optimizer", "schedule", "callbacks"):
         for path in sorted((ROOT / "conf" / group).glob("*.yaml")):
             node: Any = OmegaConf.to_container(OmegaConf.load(path))
+            if group == "recipe":  # several files have one recipe
+                node = node.get("recipe") or {}
+                if node.get("_target_", "") in recipes | {""}:
+                    continue
+                recipes.add(node["_target_"])
             key, node = (f"callbacks.{path.stem}", node[path.stem]) if group == "callbacks" else (group, node)
             module, _, name = node["_target_"].rpartition(".")
             if name not in OF_RECIPE:
@@ -60,7 +68,7 @@ OUTSIDE = {AtLeast: -1, AtMost: 1, Above: 0, Below: 0}  # added to a bound
 
 def wrong(kind: Any) -> Iterator[Any]:
     """Give values that an annotation refuses: by its type, by its choices, and by its ranges."""
-    yield {"of": "another type"}
+    yield "a text" if fits({}, kind) else {"of": "another type"}
     for part in typing.get_args(kind) if typing.get_origin(kind) is types.UnionType else (kind,):
         if typing.get_origin(part) is Annotated:
             ranges = [bound for bound in part.__metadata__ if isinstance(bound, Bound)]
@@ -79,12 +87,16 @@ def message(call: Callable[..., Any], *args: Any, **more: Any) -> str:
 @pytest.mark.parametrize(("key", "make", "known"), ALL)
 def test_python_and_the_command_say_the_same(key, make, known):
     groups = ([torch.nn.Parameter(torch.ones(1))],) if key == "optimizer" else ()
+    taken = {name: "a" for name, knob in known.items() if knob.default is NO_DEFAULT and key == "recipe"}
     known = {name: knob.annotation for name, knob in known.items() if name not in ("params", ANY_NAME)}
-    assert Any not in known.values()
+    objects = [name for name, kind in known.items() if kind is Any]
+    assert objects == (["module", "datamodule"] if make is Lightning else [])
+    said = message(check_values, key, {"xyzzy": 1}, {name: Knob(kind) for name, kind in known.items()})
+    assert message(make, *groups, **taken, xyzzy=1) == said
     for name, kind in known.items():
-        for value in () if dataclasses.is_dataclass(kind) else wrong(kind):
+        for value in () if kind is Any or dataclasses.is_dataclass(kind) else wrong(kind):
             said = message(check_values, key, {name: value}, {name: Knob(kind)})
-            assert message(make, *groups, **{name: value}) == said
+            assert message(make, *groups, **{**taken, name: value}) == said
             assert said.startswith(f"{key}.{name}=") and ": must be " in said and "\n" not in said
 
 
@@ -115,6 +127,19 @@ PYTHON: list[tuple[Callable[..., Any], str]] = [
     (lambda: make(place=0), "place=0: must be Place(...) or null, not int"),
     (lambda: Own(every=0), "callbacks.own.every=0: must be at least 1"),
     (lambda: Own(every=odd("often")), "callbacks.own.every=often: must be int, not str"),
+    (lambda: Options(**odd({"precison": "bf16"})), "trainer.precison=bf16: no such key; did you mean precision?"),
+    (lambda: Options(**odd({"gpus": 2})), "trainer.gpus=2: no such key; here it is trainer.devices=N"),
+    (lambda: DataOptions(**odd({"num_workers": 2})), "data.num_workers=2: no such key; here it is data.workers=N"),
+    (lambda: Cosine(**odd({"flor": 0.1})), "schedule.flor=0.1: no such key; did you mean floor?"),
+    (lambda: make(gpus=2), "gpus=2: no such key; here it is trainer.devices=N"),
+    (lambda: make(batches=2), "batches=2: no such key; did you mean batch or micro_batch"),
+    (lambda: CheckpointOptions(keep_best=""), "trainer.checkpoint.keep_best=: names no metric; give one, as val/loss"),
+    (lambda: make(data=DataOptions(decoders=[3])), "data.decoders.0=3: must be a function, not int"),
+    (lambda: make(data=DataOptions(map=["x.y"])), "data.map.0=x.y: must be a function, not str"),
+    (lambda: HuggingFace(odd(3), "d"), "recipe.model=3: must be str, not int"),
+    (lambda: HuggingFace("m", "d", pretrained=odd("yes")), "recipe.pretrained=yes: must be bool or null, not str"),
+    (lambda: HuggingFace("m", "d", warmup_steps=odd("3")), "recipe.warmup_steps=3: must be float, not str"),
+    (lambda: launch(print, devices=odd("2")), "launch: devices=2: must be int or auto"),
 ]  # fmt: skip
 
 
@@ -145,6 +170,7 @@ def test_a_mistake_in_python_is_one_line(call, line, tmp_path, monkeypatch):
         (1e3, int, 1000), (1e3, int | None, 1000), (1e3, int | str, 1000), (np.int64(3), int, 3), (True, bool, True),
         (np.float32(0.5), float, 0.5), (torch.tensor(0.5), float, 0.5), (np.array(2), PositiveInt, 2),
         ((0.9, np.float64(0.5)), tuple[float, float], (0.9, 0.5)), (3, float, 3),
+        (OmegaConf.create([3, 4]), list[int] | None, [3, 4]), (OmegaConf.create({"a": 1}), dict | None, {"a": 1}),
     ],
 )  # fmt: skip
 def test_numbers_become_plain(given, kind, taken):
@@ -164,5 +190,4 @@ def test_a_class_with_annotations_that_only_a_type_checker_resolves_is_left_alon
     namespace: dict[str, Any] = {"Callback": Callback}
     exec("class Later(Callback):\n    def __init__(self, size: 'Nowhere', rest=None): self.size = size", namespace)
     assert namespace["Later"](size=[1]).size == [1]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'sise'"):
-        namespace["Later"](sise=1)
+    assert message(namespace["Later"], sise=1) == "callbacks.later.sise=1: no such key; did you mean size?"

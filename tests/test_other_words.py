@@ -58,6 +58,11 @@ def test_our_own_keys_in_the_wrong_section_are_found_first():
     [
         ("trainer.precision", "16-mixed", "fp16"),
         ("trainer.precision", "bf16-mixed", "bf16"),
+        ("trainer.precision", "bf16_mixed", "bf16"),
+        ("trainer.precision", "BF16_Mixed", "bf16"),
+        ("trainer.precision", "16_mixed", "fp16"),
+        ("trainer.precision", "fp16_mixed", "fp16"),
+        ("trainer.precision", "transformer_engine", "fp8"),
         ("trainer.precision", 16, "fp16"),
         ("trainer.accelerator", "gpu", "cuda"),
     ],

@@ -1,16 +1,21 @@
 """Samples are the unit of time: a resume with another batch ends, validates and lowers its rate where samples say."""
 
+import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.errors import ConfigError
 from trainer.monitors.metrics_file import MetricsFile
 from trainer.optim.schedule import Linear
+from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -69,3 +74,75 @@ def test_steps_stay_steps():
     fit(12, 1)
     lines = fit(24, 9, max_steps=11)
     assert (lines[-1]["step"], lines[-1]["samples"]) == (11, SAMPLES + 3 * 24)
+
+
+class Loaded(Toy):
+    """Its training data are the batches of a DataLoader."""
+
+    def __init__(self, batch_size: int, drop_last: bool = False) -> None:
+        super().__init__(samples=70)
+        self.loader = partial(DataLoader, batch_size=batch_size, drop_last=drop_last)
+
+    def data(self, split: str) -> Any:
+        return self.loader(super().data(split)) if split == "train" else None
+
+
+def of_loader(batch: int, max_epochs: int, accept: list[str], drop_last: bool = False) -> int:
+    """Return the samples of a run after all epochs."""
+    options = Options(run_dir="runs/r", max_epochs=max_epochs, accept=accept, resume="auto")
+    trainer = Trainer(Loaded(batch, drop_last), batch=batch, options=options, place=Place())
+    trainer.fit()
+    return trainer.samples
+
+
+def test_a_resume_whose_passes_have_other_samples_is_refused(capsys):
+    """70 samples are 5 batches of 16, which count as 80, and 3 batches of 32, which count as 96."""
+    assert of_loader(16, 2, []) == 160
+    assert of_loader(16, 3, []) == 240
+    with pytest.raises(ConfigError, match=r"had 80 samples in the checkpoint and has 96, .* drop_last=True.*\]'$"):
+        of_loader(32, 4, ["batch"])
+    assert of_loader(32, 4, ["batch", "data"]) == 400
+    assert "a pass over recipe.data('train') had 80 samples" in capsys.readouterr().out
+
+
+def test_whole_batches_resume_with_another_batch():
+    """Without the last 6 samples, 4 batches of 16 and 2 of 32 are the same 64."""
+    of_loader(16, 2, [], drop_last=True)
+    assert of_loader(32, 4, ["batch"], drop_last=True) == 4 * 64
+
+
+def plan_of(samples: int, batch: int, every: str, manifest: dict[str, Any] | None = None) -> Plan:
+    """Return the plan of a run, which `manifest` may have begun."""
+    made = Plan(
+        Toy(samples=samples), {}, Linear(), batch=batch, micro_batch=None, accumulate=None, place=Place(),
+        options=Options(max_epochs=25, validate_every=every), data=DataOptions(workers=0), each=lambda value: [value],
+    )  # fmt: skip
+    made.resumed, made.manifest = Path("there") if manifest else None, manifest or {}
+    made._set_time(Linear(), None)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("every", "first"),
+    [("1 epochs", [4, 7, 10, 13, 16, 19, 22, 25]), ("50 samples", [2, 4, 5, 7, 8]), ("3 steps", [3, 6, 9])],
+)
+def test_a_validation_is_at_the_first_step_that_reaches_each_multiple(every, first):
+    """100 samples in batches of 32: the epochs end in the middle of a batch. 25 epochs are 25 validations."""
+    plan = plan_of(100, 32, every)
+    found = [step for step in range(1, 80) if plan.validates_at(step)]
+    assert found[: len(first)] == first
+    steps = itertools.accumulate(first, lambda step, _: plan.next_validation(step), initial=0)
+    assert list(steps)[1:] == first
+    if every == "1 epochs":
+        assert found == [math.ceil(n * 100 / 32) for n in range(1, 26)]
+
+
+@pytest.mark.parametrize(("batch", "last"), [(32, 64), (24, 96), (8, 104)])
+def test_a_resume_with_another_batch_validates_at_the_same_multiples(batch, last):
+    """A multiple that the checkpoint's last step has reached is its own."""
+    before = {"samples": last, "step": last // 32, "identity": {"batch": 32}}
+    plan, step = plan_of(100, batch, "1 epochs", before), last // 32
+    found = [plan.samples_at(n) for n in range(step, step + 60) if plan.validates_at(n)]
+    own = [last + math.ceil((n * 100 - last) / batch) * batch for n in range(1, 9) if n * 100 > last]
+    assert plan.samples_at(int(plan.next_validation(step))) == own[0]
+    assert found[:4] == ([last] * (last - 32 < 100 <= last) + own)[:4]

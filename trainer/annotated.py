@@ -7,17 +7,19 @@ import inspect
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from trainer.errors import ConfigError, refuse_empty, refuse_remote
-from trainer.other_words import our_value
+from trainer.errors import ConfigError, nearest, refuse_empty, refuse_remote
+from trainer.other_words import our_key, our_value
 
 KEPT = (int, float, str, tuple, list, types.NoneType)
+TRANSLATED = ("", "trainer.", "data.")  # sections of keys that other trainers have by other words
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +131,20 @@ def checked(key: str, value: Any, kind: Any, shown: str | None = None) -> Any:
     """
     number = plain(value)
     if not fits(number, kind):
+        number = plain(native(value))
+    if not fits(number, kind):
         whole = isinstance(number, float) and number.is_integer()
         if not (whole and fits(number := int(number), kind)):
             raise misfit(key, value, kind, as_yaml(value) if shown is None else shown)
     refuse_out_of_range(key, number, kind)
     return number
+
+
+def native(value: Any) -> Any:
+    """Return a mapping or a sequence of another class, such as OmegaConf's, as a dict or a list."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | list | tuple) else value
 
 
 def plain(value: Any) -> Any:
@@ -222,6 +233,7 @@ def check_arguments(prefix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 bound = inspect.signature(function).bind(*args, **kwargs)
             except TypeError:
+                refuse_unknown(function, prefix, len(args), kwargs)
                 return function(*args, **kwargs)  # raises Python's own message
             of_names = kinds_of(function)
             for name, value in bound.arguments.items():
@@ -231,6 +243,40 @@ def check_arguments(prefix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             return function(*bound.args, **bound.kwargs)
 
         return call
+
+    return decorate
+
+
+def refuse_unknown(function: Callable[..., Any], prefix: str, placed: int, given: Mapping[str, Any]) -> None:
+    """Refuse a keyword that a function or a constructor does not have, as the command refuses a key.
+
+    Args:
+        placed: Arguments given by their place, which the message does not offer.
+
+    Raises:
+        ConfigError: The message has the name that it may mean.
+    """
+    known = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in (name for name in given if name not in known):
+        fix = (prefix in TRANSLATED and our_key(name)) or nearest(name, list(known)[placed:])
+        raise ConfigError(f"{prefix}{name}={as_yaml(given[name])}: no such key; {fix}")
+
+
+def check_names(prefix: str) -> Callable[[type[T]], type[T]]:
+    """Let the constructor of a dataclass refuse an unknown keyword, as of `refuse_unknown`."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        made: Callable[..., None] = kind.__init__
+
+        @functools.wraps(made)
+        def construct(self: T, *args: Any, **kwargs: Any) -> None:
+            refuse_unknown(made, prefix, 1 + len(args), kwargs)
+            made(self, *args, **kwargs)
+
+        kind.__init__ = construct
+        return kind
 
     return decorate
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fractions import Fraction
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint.saver import Saver
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
+from trainer.config.duration import Periods
 from trainer.config.options import DataOptions, Options
 from trainer.data.batch import Step
 from trainer.data.loader import Loader
@@ -34,6 +36,7 @@ class PlanProtocol(Protocol):
 
     max_steps: int | None
     accumulate: int  # micro-batches of each rank, without a callback that splits
+    batch: int  # samples per optimizer step, over all ranks
     epoch_samples: int | None  # None: the data has no epochs
     source: Any  # samples by reference, or an iterable of batches
     order: Any  # of the samples; None: the recipe yields batches
@@ -46,6 +49,14 @@ class PlanProtocol(Protocol):
 
     def step_after(self, key: str, given: Any) -> int:
         """Return the step that ends a duration from the run's beginning, such as '2 epochs'."""
+        ...
+
+    def step_at(self, samples: Fraction) -> int:
+        """Return the first step after which the run has trained on so many samples."""
+        ...
+
+    def periods(self, key: str, given: Any, start: int | Fraction = 0) -> Periods:
+        """Return the periods of a duration, which count steps, or else the samples trained on."""
         ...
 
     def samples_at(self, step: int) -> int:

@@ -115,6 +115,7 @@ class Loop:
         elif self.options.init_from:
             load_weights(context.module, self.options.init_from)
         state.start_clocks()
+        self.validates_next = plan.next_validation(state.step)
         if plan.max_steps is not None and state.step >= plan.max_steps:
             context.stop("max_steps")
         context.heartbeat.beat(state.step)
@@ -293,7 +294,7 @@ class Loop:
             context.stop("signal")
         if state.step == plan.max_steps:
             context.stop("max_steps")
-        validate |= (state.step + plan.validate_ahead) % plan.validate_steps == 0
+        validate |= state.step == self.validates_next
         save |= state.step % plan.save_steps == 0
         if validate and context.stop_reason != "signal":  # else the resumed run validates
             save |= self.validate()
@@ -323,7 +324,7 @@ class Loop:
         """Validate once, unless a signal ends it. Return whether `checkpoint.keep_best` wants a checkpoint of it."""
         context, state, kept = self.context, self.state, self.options.checkpoint.keep_best
         context.emit("on_flush")
-        state.validated_at = time.monotonic()
+        state.validated_at, self.validates_next = time.monotonic(), self.plan.next_validation(state.step)
         if self.plan.validation is None or context.stop_reason == "signal":  # which the deferred work has heard
             return False
         if (metrics := self.parts.evaluator.evaluate(context.eval_model)) is None:

@@ -80,13 +80,21 @@ VALUES = {
 }  # fmt: skip
 
 
+def plain(word: str) -> str:
+    """Return a word as the tables have it."""
+    return word.replace("_", "").replace("-", "").lower()
+
+
+MEANINGS = {key: {plain(word): ours for word, ours in words.items()} for key, words in VALUES.items()}
+
+
 def our_key(key: str) -> str:
     """Return what to give in Echelon instead of a key of another trainer; empty if none is known."""
-    ours = WORDS.get(key.rpartition(".")[2].replace("_", "").replace("-", "").lower(), "")
+    ours = WORDS.get(plain(key.rpartition(".")[2]), "")
     return ours if ours.startswith("leave") else ours and f"here it is {ours}"
 
 
 def our_value(key: str, value: Any) -> str:
     """Return the setting that means what a value means elsewhere; empty if none is known."""
-    ours = VALUES.get(key, {}).get(str(value).lower(), "")
+    ours = MEANINGS.get(key, {}).get(plain(str(value)), "")
     return f"{key}={ours}" if ours else ""

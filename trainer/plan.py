@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from trainer.annotated import called, fits
+from trainer.annotated import called, checked, fits
 from trainer.batch import split_batch
 from trainer.callback import Callback, Role, overrides
 from trainer.callback_checks import refuse_no_callback, refuse_other_hooks
@@ -17,11 +18,11 @@ from trainer.checkpoint.manifest import see, verify
 from trainer.checkpoint.pretrained import weights_files
 from trainer.checkpoint.retention import parse_best
 from trainer.composition import arrange
-from trainer.config.duration import Duration
+from trainer.config.duration import Duration, Periods
 from trainer.config.options import DataOptions, Options
 from trainer.data.limit import FirstOf, first_batches, first_validation
-from trainer.data.source import Samples, open_source, transform_of
-from trainer.data.torch_loader import batch_size_of, batches_in
+from trainer.data.source import Samples, each_set, open_source, transform_of
+from trainer.data.torch_loader import batch_size_of, batches_in, refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
@@ -29,6 +30,7 @@ from trainer.process.environment import Place, node_range
 from trainer.recipe_checks import refuse_other_parameters
 
 OBSERVERS = ("trainer.monitors.", "trainer.callbacks.early_stop.")  # beginnings of targets
+PASS = "epoch_samples"  # of batches; a rank's own iterable may have another number than rank 0's
 MOST_RANKS = 1 << 20  # a manifest with more ranks is refused
 
 
@@ -94,12 +96,13 @@ class Plan:
             refuse_unmerged(self.callbacks, self.manifest, world)
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
+        refuse_no_functions(data)
         self._open_data(recipe, place, each)
         if self.order is None and spec is None:  # an iterable decides the size of its batches: no uneven split
             split_batch(batch, data_world, micro_batch, accumulate)
         self._set_time(schedule, spec)
         if self.resumed:
-            self._compare(recipe)
+            self._compare(recipe, place)
         self.spec = self._agree(world, each, spec)
 
     def __repr__(self) -> str:
@@ -114,16 +117,22 @@ class Plan:
         # Steps of this batch that a checkpoint's samples make, less its own steps: not 0 if it had another batch.
         self.done = self.manifest if self.resumed else {"samples": 0, "step": 0}
         self.ahead = self.done["samples"] // self.batch - self.done["step"]
+        before = self.manifest.get("identity", {}).get("batch")
+        self.batch_before = before if fits(before, int) and before > 0 else self.batch
         self.max_steps = spec.max_steps if spec else self._max_steps()
         end = None if self.max_steps is None else self.max_steps + self.ahead
         self.rate = schedule.resolve(end, self.batch, self.epoch_samples)
         self._set_intervals()
 
-    def _compare(self, recipe: Any) -> None:
+    def _compare(self, recipe: Any, place: Place) -> None:
         """Refuse a checkpoint of another recipe, of other data or settings."""
-        refuse_other_recipe(recipe, self.manifest, self.identity(), self.options.accept)
+        own, accept = self.identity(), self.options.accept
+        refuse_other_recipe(recipe, self.manifest, own, accept)
         saved = identity_without_observers(self.manifest, self.callbacks)
-        refuse_differences(saved, self.identity(), self.options.accept)
+        was, now = saved.get(PASS), own.pop(PASS, None)
+        if place.rank == 0 and now and saved["data"] == own["data"] and was not in (None, now):
+            refuse_other_pass(was, now, "data" in accept or self.manifest["world"] != place.world)
+        refuse_differences(saved, own, accept)
 
     def _set_intervals(self) -> None:
         """Set the steps and seconds between validations and between checkpoints; infinity means never.
@@ -131,9 +140,11 @@ class Plan:
         With `trainer.checkpoint.every=auto`, `Checkpointer` sets `save_s` anew after each checkpoint.
         """
         options = self.options
-        self.validate_every = every = self._parse_validate_every()
-        self.validate_s = every.amount * 60 if every and every.unit == "minutes" else math.inf
-        self.validate_steps = every.amount if every and every.unit == "steps" else math.inf
+        key, given = "trainer.validate_every", options.validate_every
+        self.validate_every = every = None if given is None else Duration.parse(given, key)
+        timed = every is not None and every.unit == "minutes"
+        self.validate_s = every.amount * 60 if every and timed else math.inf
+        self.validations = self.periods(key, every) if every and not timed else None
         self.save_s = (options.checkpoint.every_minutes or math.inf) * 60
         self.save_steps = options.checkpoint.every_steps or math.inf
         if options.checkpoint.every:
@@ -148,7 +159,7 @@ class Plan:
         """
         found = getattr(self.validation, "fingerprint", None)
         if spec is None:
-            refuse_other_ranks(self.identity() | {"max_steps": self.max_steps}, each)
+            refuse_other_ranks(self.identity() | {"max_steps": self.max_steps, PASS: None}, each)
             checkpoint = [str(self.resumed), self.manifest["sha256"]] if self.resumed else None
             own = RunSpec(world, checkpoint, self.micro, self.accumulate, self.max_steps, self.identity(), found)
             return RunSpec(**each(asdict(own))[0])
@@ -167,6 +178,9 @@ class Plan:
             each(None)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
+        validation = {} if self.validation is None else each_set(self.validation, "val")
+        for split, part in {"train": source, **validation}.items():
+            refuse_other_replicas(part, split, place.rank % self.data_world, self.data_world)
         size = batch_size_of(source)
         if self.splits and size:
             self.micro, self.accumulate = split_by(size, self.batch, self.data_world)
@@ -270,32 +284,48 @@ class Plan:
         duration = Duration.parse(given, key)
         if duration.unit == "steps":
             return duration.steps(key, self.batch, self.epoch_samples)
-        left = duration.samples(key, self.batch, self.epoch_samples) - self.done["samples"]
-        return self.done["step"] + math.ceil(left / self.batch)
+        return self.step_at(duration.samples(key, self.batch, self.epoch_samples))
+
+    def step_at(self, samples: Fraction) -> int:
+        """Return the first step after which the run has trained on so many samples."""
+        return self.done["step"] + math.ceil((samples - self.done["samples"]) / self.batch)
 
     def samples_at(self, step: int) -> int:
-        """Return the samples that the run has trained on after a step, which is not before the resumed one."""
-        return self.done["samples"] + (step - self.done["step"]) * self.batch
+        """Return the samples that the run has trained on after a step. Before the resumed one, its batch counts."""
+        ahead = step - self.done["step"]
+        return self.done["samples"] + ahead * (self.batch if ahead > 0 else self.batch_before)
+
+    def periods(self, key: str, given: Any, start: int | Fraction = 0) -> Periods:
+        """Return the periods of a duration, which count steps, or else the samples trained on.
+
+        Args:
+            start: Of the first one, in the same unit.
+
+        Raises:
+            ConfigError: As of `Duration.steps`.
+        """
+        duration, begins = Duration.parse(given, key), Fraction(start)
+        if duration.unit == "steps":
+            return Periods(int, Fraction(duration.steps(key, self.batch, self.epoch_samples)), begins)
+        return Periods(self.samples_at, duration.samples(key, self.batch, self.epoch_samples), begins)
 
     def validates_at(self, step: int) -> bool:
-        return (step + self.validate_ahead) % self.validate_steps == 0
+        """Return whether `validate_every` asks for a validation after a step: the first that reaches a multiple."""
+        return self.validations is not None and self.validations.end_at(step)
 
-    def _parse_validate_every(self) -> Duration | None:
-        """Parse the setting, and convert all but minutes into steps."""
-        key, self.validate_ahead = "trainer.validate_every", 0
-        if self.options.validate_every is None:
-            return None
-        every = Duration.parse(self.options.validate_every, key)
-        if every.unit != "minutes":
-            self.validate_ahead = 0 if every.unit == "steps" else self.ahead
-            every = Duration(every.steps(key, self.batch, self.epoch_samples))
-        return every
+    def next_validation(self, step: int) -> float:
+        """Return the next step after which `validate_every` asks for a validation; infinity for none."""
+        if self.validations is None or self.validate_every is None:
+            return math.inf
+        end = self.validations.next_end(step)
+        return math.ceil(end) if self.validate_every.unit == "steps" else self.step_at(end)
 
     def identity(self) -> dict[str, Any]:
         """Return the settings and the data that must be the same for an exact resume."""
         data = self.source.fingerprint if isinstance(self.source, Samples | FirstOf) else "iterable"
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful(self.callbacks)}
-        return own | {"lanes": self.data.lanes, "block": self.data.block}
+        own |= {"lanes": self.data.lanes, "block": self.data.block}
+        return own if self.order or not self.epoch_samples else own | {PASS: self.epoch_samples}
 
 
 def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
@@ -388,6 +418,13 @@ def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
     return size, batch // unit
 
 
+def refuse_no_functions(data: DataOptions) -> None:
+    """Refuse what is no function in `data.decoders` and `data.map`; a config's names are functions by now."""
+    for key, functions in (("data.decoders", data.decoders), ("data.map", data.map)):
+        for number, function in enumerate(functions):
+            checked(f"{key}.{number}", function, Callable[..., Any])
+
+
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
     """Refuse a recipe or a callback that lacks a method or whose methods take other parameters, and other objects."""
     if isinstance(recipe, type):
@@ -459,6 +496,24 @@ def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[s
             f"trainer.resume: the checkpoint was written with recipe {was}, and this run has recipe {now}; choose "
             f"recipe {was}, or start anew with trainer.resume=null"
         )
+
+
+def refuse_other_pass(was: Any, now: int, accepted: bool) -> None:
+    """Refuse a resume whose passes over an iterable have other samples: it would begin in the middle of a pass.
+
+    Raises:
+        ConfigError: The difference is not `accepted`.
+    """
+    text = (
+        f"a pass over recipe.data('train') had {short(was)} samples in the checkpoint and has {now}, since a short "
+        "last batch counts as a whole one"
+    )
+    if not accepted:
+        raise ConfigError(
+            f"trainer.resume: {text}; set batch and batch_size back, start a new run with a Dataset or drop_last=True, "
+            "or accept other epochs by 'trainer.accept=[batch,data]'"
+        )
+    log.warning("resume: %s; epochs and the place in the data count by the new one", text)
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:

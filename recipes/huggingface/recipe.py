@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recipes.huggingface.data import open_data
 from recipes.huggingface.lora import adapted, check_lora, merged
 from recipes.huggingface.schedule import TransformersSchedule
+from trainer.annotated import check_arguments
 from trainer.checkpoint.pretrained import refuse_astray_index
 from trainer.data.batch import count_samples
 from trainer.errors import ConfigError, nearest, printable
@@ -59,6 +60,7 @@ class HuggingFace:
 
     paths = ("model", "data", "val_data")
 
+    @check_arguments("recipe.")
     def __init__(  # noqa: PLR0913 each argument is a knob of the config
         self,
         model: str,

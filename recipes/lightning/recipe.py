@@ -25,6 +25,7 @@ from recipes.lightning.module import (
 )
 from recipes.lightning.optimizers import Configured, ModuleSchedule
 from recipes.lightning.validation import Validation
+from trainer.annotated import check_arguments
 from trainer.data.batch import count_samples
 from trainer.errors import ConfigError, DataError
 from trainer.monitors.metric_objects import kept
@@ -46,6 +47,7 @@ class Lightning:
 
     targets = ("module", "datamodule")  # arguments of which a config gives the names: config/build.py imports them
 
+    @check_arguments("recipe.")
     def __init__(
         self,
         module: Any,

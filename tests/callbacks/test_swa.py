@@ -1,6 +1,7 @@
 """The average and its BatchNorm against torch.optim.swa_utils and by hand; resumed, rolled back, stopped."""
 
 import json
+import math
 import os
 import signal
 from functools import partial
@@ -17,7 +18,7 @@ from support.ranks import run_ranks
 from support.sharded import whole
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 from toy_recipe import Points, Toy
 
 from trainer.callback import Callback
@@ -165,6 +166,34 @@ def test_periods_by_hand(knobs, steps):
     expected = np.mean([history.weights[step] for step in steps], axis=0)
     np.testing.assert_allclose(flat(trainer.eval_model), expected, rtol=1e-12)
     np.testing.assert_array_equal(flat(trainer.module), history.weights[8])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "ends"),
+    [
+        ({}, [288, 384]),  # from three quarters of 4 epochs of 96 samples, not of the steps: 15 of 20
+        ({"every": "40 samples"}, [288, 328, 368]),
+        ({"start": "2.5 epochs"}, [240, 336]),
+        ({"start": "1 epochs"}, [96, 192, 288, 384]),
+    ],
+)
+def test_after_a_resume_with_another_batch_samples_count(knobs, ends):
+    """Two epochs of 48 samples a step, then two of 12."""
+
+    def fit(batch: int, epochs: int, **callbacks: Callback) -> Trainer:
+        options = Options(max_epochs=epochs, run_dir="runs/r", resume="auto", accept=["batch", "callbacks"])
+        own = {"batch": batch, "options": options, "data": DataOptions(workers=0), "place": Place()}
+        trainer = Trainer(Toy(dtype="float64"), callbacks, sgd, **own)
+        trainer.fit()
+        return trainer
+
+    swa, before, history = SWA(update_bn=0, **knobs), History(), History()
+    fit(48, 2, history=before, **({"swa": SWA(update_bn=0, **knobs)} if ends[0] < 192 else {}))
+    trainer = fit(12, 4, swa=swa, history=history)
+    assert (trainer.step, trainer.samples) == (4 + 16, 4 * 96)
+    weights = [before.weights[end // 48] if end <= 192 else history.weights[math.ceil(end / 12) - 16] for end in ends]
+    np.testing.assert_allclose(flat(trainer.eval_model), np.mean(weights, axis=0), rtol=1e-12)
+    assert int(swa.averaged) == len(ends)
 
 
 def test_validation_is_of_the_plain_weights_before_the_start_and_then_of_the_average():
@@ -393,6 +422,57 @@ def test_a_rollback_takes_weights_back_out_of_the_average():
     np.testing.assert_array_equal(weights[5], weights[3])
     expected = (weights[2] + weights[3] + weights[5] + weights[6]) / 4
     np.testing.assert_allclose(flat(trainer.eval_model), expected, rtol=1e-12)
+
+
+class Centred(nn.Module):
+    """Centres its input by a running mean, which each pass assigns."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return self.layer(x - self.mean)
+
+
+class Centres:
+    def model(self) -> nn.Module:
+        return Centred()
+
+    def data(self, split: str) -> Any:
+        return TensorDataset(torch.full((64, 1), 8.0))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).square().mean()
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return {"mean": (model.mean.sum(), 1)}
+
+
+def test_validation_has_the_buffers_of_its_step():
+    """After 8 steps the mean is 8 * (1 - 2^-8), as without the callback; the only weights that count are of step 6.
+
+    The pass for BatchNorm runs once for them, and not again for the buffers.
+    """
+    swa, means = SWA(), dict[int, float]()
+
+    class Means(Callback):
+        def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
+            means[trainer.step] = metrics["val/mean"]
+
+    options = Options(max_steps=8, run_dir="runs/r", validate_every=3)
+    trainer = Trainer(
+        Centres(), {"swa": swa, "means": Means()}, batch=16, options=options, data=DataOptions(workers=0), place=Place()
+    )
+    trainer.fit()
+    assert (int(swa.averaged), int(swa.updated)) == (1, 1)
+    assert means == {3: 7, 6: 7.875, 8: 7.96875}
+    assert trainer.eval_model.get_buffer("layer.0.num_batches_tracked") == 4  # of the pass, not of 8 steps
 
 
 def test_a_model_without_batch_norm_has_no_pass():

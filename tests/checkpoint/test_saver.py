@@ -109,7 +109,7 @@ def test_what_is_due_while_the_disk_is_busy_is_left_out_only_if_so_told(monkeypa
     callback.rank_state_dict = lambda: brought.append(trainer.step) or {"step": trainer.step}
     trainer = make(callback, when_busy="skip", **validate)
     if best:
-        trainer.plan.validate_steps = 4
+        trainer.loop.plan.next_validation = lambda step: 4
     trainer.fit()
     out = capsys.readouterr().out
     told = "checkpoint of step 4 is skipped: the checkpoint of step 2 is still being written"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.config.check import check_node, check_type, check_values, stage_node
+from trainer.config.check import absent_callback, check_node, check_type, check_values, stage_node
 from trainer.config.schema import Knob
 from trainer.config.targets import LIBRARIES
 from trainer.errors import ConfigError
@@ -34,3 +34,17 @@ def test_a_class_of_another_package_is_refused_before_it_is_imported() -> None:
     with pytest.raises(ConfigError, match=told):
         check_node("recipe", node, LIBRARIES)
     check_node("recipe", node, (*LIBRARIES, "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("early_stopping", "here it is '+callbacks=[early_stop]'"),
+        ("early_stops", "did you mean early_stop?"),
+        ("ema", "'+callbacks=[ema]' adds it"),
+        ("progres", "did you mean callbacks.progress?"),
+    ],
+)
+def test_only_callbacks_that_exist_are_named(name, fix) -> None:
+    said = absent_callback(name, {"progress", "memory"})
+    assert said.startswith(f"callbacks.{name}: is not in this run, which has memory, progress; {fix}")

@@ -8,11 +8,12 @@ from unittest import mock
 
 import pytest
 from hydra._internal.hydra import Hydra
+from omegaconf import OmegaConf
 from support.cli import QUICK, ROOT, run
 from support.quick import quick
 
 from trainer.config.check import check
-from trainer.config.compose import CONF, Job, compose, config_dirs, told_apart
+from trainer.config.compose import CONF, Job, compose, config_dirs, refuse_settings_of_jobs, told_apart
 from trainer.errors import ConfigError
 
 TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
@@ -180,6 +181,15 @@ def test_plugins_that_would_train_nothing_are_refused(tmp_path, kind, chosen):
         f"echelon: hydra/{kind}=farm: this plugin would train nothing here; leave it out: -m runs one value after the "
         "other, and trainer.devices=N starts N ranks\n"
     )
+
+
+@pytest.mark.parametrize("kind", ["launcher", "sweeper"])
+def test_a_target_of_a_plugin_is_named(kind):
+    basic = {"_target_": "hydra._internal.core_plugins.basic_other.Basic"}
+    settings = {"launcher": basic, "sweeper": basic, kind: {"_target_": "farm.Farm"}}
+    choices = {"hydra/launcher": "basic", "hydra/sweeper": "basic"}
+    with pytest.raises(ConfigError, match=rf"^hydra\.{kind}\._target_=farm\.Farm: this plugin would train nothing"):
+        refuse_settings_of_jobs(OmegaConf.create({**settings, "runtime": {"choices": choices}}))
 
 
 def test_hydra_plugins_of_the_working_folder_are_not_loaded(tmp_path):

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ from trainer.callback import Callback
 from trainer.config.options import DataOptions, LimitOptions, Options
 from trainer.data.torch_loader import batch_size_of, batches_in
 from trainer.errors import ConfigError
+from trainer.optim.schedule import Constant
+from trainer.plan import Plan
+from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 
@@ -242,6 +246,42 @@ def test_other_data_is_refused_before_step_1(data, words, tmp_path, monkeypatch)
     with pytest.raises(Exception, match=words) as refused:
         Trainer(recipe, batch=16, options=Options(max_steps=2, validate_every=None)).fit()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "arguments", "words"),
+    [
+        (0, 2, (), "asks torch.distributed for the rank, as DistributedSampler"),
+        (0, 2, (1, 0), r"DistributedSampler\(num_replicas=1, rank=0\) on rank 0 of 2"),  # as a launcher sees it
+        (0, 1, (2, 0), r"DistributedSampler\(num_replicas=2, rank=0\) on rank 0 of 1"),
+        (1, 2, (2, 0), r"DistributedSampler\(num_replicas=2, rank=0\) on rank 1 of 2"),
+        (1, 2, (2, 1), None),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("inner", [False, True], ids=["sampler", "of a batch sampler"])
+def test_a_distributed_sampler_is_for_these_ranks(rank, world, arguments, words, split, inner):
+    def data(asked: str) -> Any:
+        if asked != split:
+            return DataLoader(Numbers(), 5)
+        own: Any = DistributedSampler(Numbers(), *arguments)
+        return (
+            DataLoader(Numbers(), batch_sampler=BatchSampler(own, 5, False))
+            if inner
+            else DataLoader(Numbers(), 5, sampler=own)
+        )
+
+    recipe: Any = Fits()
+    recipe.data = data
+    plan = partial(
+        Plan, recipe, {}, Constant(), batch=10, micro_batch=None, accumulate=None, options=Options(max_epochs=2),
+        data=DataOptions(workers=0), place=Place(rank, world, rank, world), each=lambda value: [value],
+    )  # fmt: skip
+    if words is None:
+        plan()
+        return
+    with pytest.raises(ConfigError, match=rf"^recipe\.data\('{split}'\): {words}.*return the DataLoader without it"):
+        plan()
 
 
 def test_a_transform_that_a_data_loader_would_not_get_is_refused(tmp_path, monkeypatch):

@@ -1,15 +1,15 @@
 """Stochastic weight averaging: the equal average of weights along the last part of a run, for validation and export."""
 
-import math
 from collections.abc import Iterable
 from contextlib import closing, suppress
+from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trainer.callback import Callback, Role
-from trainer.config.duration import Duration
+from trainer.config.duration import Duration, Periods
 from trainer.context import Context
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError
@@ -26,8 +26,8 @@ SHARE = 0.75  # of the run, before the average begins (Izmailov et al. 2018, sec
 class SWA(Callback):
     """Averages the weights of some steps equally (Izmailov et al. 2018, arXiv:1803.05407).
 
-    The steps are `start`, `start + every`, `start + 2 * every` and so on. Before `start`, validation has the weights
-    themselves. Memory: one copy of the model on its device.
+    The steps are the first that reach `start`, `start + every`, `start + 2 * every` and so on. Before `start`,
+    validation has the weights themselves. Memory: one copy of the model on its device.
 
     A pass over training data gives the average its running statistics of BatchNorm. It comes before a validation or a
     checkpoint, if the average has changed. Its batches are those of the run's first steps. The training stays as it is.
@@ -59,7 +59,7 @@ class SWA(Callback):
         self.updated = torch.zeros((), dtype=torch.int64)  # the same, when BatchNorm's statistics were computed
 
     def on_fit_start(self, trainer) -> None:
-        self.start, self.every = self._steps(trainer, "start"), max(1, self._steps(trainer, "every"))
+        self.start, self.periods = self._periods(trainer)
         self._refuse_end(trainer)
         self.model = AveragedModel(trainer.strategy, trainer.module)
         self.layers = layers_with_statistics(self.model.module)
@@ -81,13 +81,15 @@ class SWA(Callback):
         self._follow(trainer)
         if self.samples and self.updated != self.averaged and trainer.stop_reason != "signal":
             self._update_bn(trainer)
+        if self.averaged:  # some steps ago; a pass has changed them, too
+            self.model.copy_buffers(self.layers if self.samples else ())
 
     def _follow(self, trainer: Context) -> None:
         step = trainer.step - trainer.lag
         if step == self.step:
             return
         self.step = step
-        if step >= self.start and (step - self.start) % self.every == 0:
+        if step >= self.start and self.periods.end_at(step):
             self.model.update(1 / (int(self.averaged) + 1))
             self.averaged += 1
             trainer.eval_model = self.model.module
@@ -125,18 +127,25 @@ class SWA(Callback):
             trainer.heartbeat.beat()
         return True
 
-    def _steps(self, trainer: Context, name: str) -> int:
-        given, plan = self.knobs[name], trainer.plan
-        if given is not None and name == "start":
-            return plan.step_after(f"{KEY}.{name}", given)
-        if given is not None:
-            return Duration.parse(given, f"{KEY}.{name}").steps(f"{KEY}.{name}", trainer.batch, plan.epoch_samples)
-        if plan.max_steps is None:
-            raise ConfigError(f"{KEY}.{name}=null: must know the end of the run; give trainer.max_steps or a duration")
-        return math.ceil(SHARE * plan.max_steps)
+    def _periods(self, trainer: Context) -> tuple[int, Periods]:
+        """Return the first step whose weights may count, and the periods from there on."""
+        plan = trainer.plan
+        start, key = self.knobs["start"], f"{KEY}.start"
+        if start is not None:
+            given, first = Duration.parse(start, key), plan.step_after(key, start)
+            whole = given.unit == "steps"
+            samples = first and plan.samples_at(first) if whole else given.samples(key, plan.batch, plan.epoch_samples)
+        elif plan.max_steps is None:
+            raise ConfigError(f"{key}=null: must know the end of the run; give trainer.max_steps or a duration")
+        else:
+            samples = Fraction(SHARE) * plan.samples_at(plan.max_steps)
+            first = plan.step_at(samples)
+        every = Duration.parse(self.knobs["every"], f"{KEY}.every")
+        return first, plan.periods(f"{KEY}.every", every, first if every.unit == "steps" else samples)
 
     def _refuse_end(self, trainer: Context) -> None:
-        first, most = max(self.start, 1) if self.start else self.every, trainer.plan.max_steps
+        plan, most = trainer.plan, trainer.plan.max_steps
+        first = self.start or plan.step_after(f"{KEY}.every", self.knobs["every"])
         if most is None:
             return
         if first > most:
@@ -145,15 +154,16 @@ class SWA(Callback):
                 f"{KEY}.{name}={self.knobs[name]}: the first weights to average are those of step {first}, and the "
                 f"run ends at step {most}; give an earlier one, or leave swa out"
             )
-        count = (most - first) // self.every + 1
-        log.info("swa: averages the weights of %d steps: %d, then every %d", count, first, self.every)
+        count = min(most - first, self.periods.passed(most) - self.periods.passed(first)) + 1
+        log.info("swa: averages the weights of %d steps: %d, then every %s", count, first, self.knobs["every"])
 
     def _samples(self, trainer: Context) -> int:
-        """Return the number of samples in the pass for BatchNorm."""
-        steps = self._steps(trainer, "update_bn")
-        if steps and trainer.plan.order is None:
+        """Return the number of samples in the pass for BatchNorm, in whole steps."""
+        key, given, plan = f"{KEY}.update_bn", self.knobs["update_bn"], trainer.plan
+        steps = Duration.parse(given, key).steps(key, trainer.batch, plan.epoch_samples)
+        if steps and plan.order is None:
             raise ConfigError(
-                f"{KEY}.update_bn={self.knobs['update_bn']}: the model has BatchNorm, and recipe.data('train') is an "
+                f"{key}={given}: the model has BatchNorm, and recipe.data('train') is an "
                 "iterable, which can't be read beside the run; return a Dataset or shards, or set update_bn=0"
             )
         return steps * trainer.batch

@@ -100,6 +100,7 @@ def load_weights(module: nn.Module, source: str) -> None:
 
 def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
     try:
+        _refuse_other_kind(file)
         if file.suffix == ".safetensors":
             _refuse_names(file, HEADER_BYTES + NAME_BYTES * len(own))
             return unwrapped(load_file(file), own)
@@ -110,6 +111,21 @@ def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
         code = re.search(r"GLOBAL (\S+)", text)  # torch's message has many sentences around this name
         why = f"asks for {code[1]}, which is not a weight" if code else text.partition(". ")[0] or type(error).__name__
         raise Damaged(f"{file}: {printable(why)}") from None
+
+
+def _refuse_other_kind(file: Path) -> None:
+    """Refuse a file whose first bytes are not of its suffix's format: torch and safetensors would not say so."""
+    with file.open("rb") as content:
+        start = content.read(16)
+    torchs = start.startswith((b"PK", b"\x80"))  # a zip file, or a pickle as before torch 1.6
+    if torchs if file.suffix != ".safetensors" else start[8:9] == b"{":
+        return
+    if start and all(b >= 0x20 or b in b"\t\r\n" for b in start):
+        kind = f"is text that begins with {start.decode(errors='replace').split(chr(10))[0].strip()!r}"
+    else:
+        kind = f"begins with the bytes {start[:4].hex()}" if start else "is empty"
+    wanted = "safetensors" if file.suffix == ".safetensors" else "torch.save"
+    raise ValueError(f"{kind}, and is no file of {wanted}")
 
 
 def _refuse_names(file: Path, most: int) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
-from trainer.annotated import AtLeast, AtMost, PositiveInt, check_fields
+from trainer.annotated import AtLeast, AtMost, PositiveInt, check_fields, check_names
 from trainer.errors import ConfigError, nearest
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
@@ -33,6 +33,7 @@ VARIABLES = {
 }
 
 
+@check_names("nccl.")
 @dataclass(frozen=True)
 class NCCLOptions:
     """Settings of NCCL. None leaves the choice to NCCL.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from trainer.annotated import PositiveInt, as_yaml, checked
@@ -11,7 +11,7 @@ from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, knobs, option_parameters
-from trainer.config.targets import LIBRARIES, refuse_nested, refuse_package, refuse_target
+from trainer.config.targets import CONF, LIBRARIES, refuse_nested, refuse_package, refuse_target
 from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError, nearest
 from trainer.other_words import our_key
@@ -56,15 +56,25 @@ def check(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
     allow = (*allowed, *config["trainer"].get("allow_targets", ()))
     for name, node in config["callbacks"].items():
         if not isinstance(node, Mapping) or "_target_" not in node:
-            others = ", ".join(sorted(config["callbacks"].keys() - {name}))
-            near = difflib.get_close_matches(name, config["callbacks"].keys() - {name}, 1, 0.8)
-            way_out = f"did you mean callbacks.{near[0]}?" if near else f"'+callbacks=[{name}]' adds it"
-            raise ConfigError(f"callbacks.{name}: is not in this run, which has {others}; {way_out}")
+            raise ConfigError(absent_callback(name, config["callbacks"].keys() - {name}))
         check_node(f"callbacks.{name}", node, allow)
     check_stages(config["data"], allow)
     for key in ("recipe", "optimizer", "schedule"):
         check_node(key, config[key], allow)
     build("schedule", config["schedule"], allow)  # refuses values out of range, and imports no torch
+
+
+def absent_callback(name: str, others: Set[str]) -> str:
+    """Return the message for a key of a callback that the run does not have."""
+    known = {path.stem for path in (CONF / "callbacks").glob("*.yaml")}
+    near = difflib.get_close_matches(name, others, 1, 0.8)
+    if near:
+        fix = f"did you mean callbacks.{near[0]}?"
+    elif name in known:
+        fix = f"'+callbacks=[{name}]' adds it"
+    else:
+        fix = our_key(name) or f"{nearest(name, known)} '+callbacks=[NAME]' adds a callback"
+    return f"callbacks.{name}: is not in this run, which has {', '.join(sorted(others))}; {fix}"
 
 
 def check_tuned(values: Any) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -58,3 +59,29 @@ class Duration:
 
     def __str__(self) -> str:
         return f"{self.amount:g} {self.unit}"
+
+
+class Periods:
+    """Periods of one length from a start on. A period ends at the first step whose position reaches its end.
+
+    Args:
+        position: Of a step in the run, in steps or in samples.
+        length: Of a period, in the same unit; more than 0.
+        start: Of the first period.
+    """
+
+    def __init__(self, position: Callable[[int], int], length: Fraction, start: Fraction = Fraction(0)) -> None:
+        self.position, self.scale = position, math.lcm(length.denominator, start.denominator)
+        self.length, self.start = int(length * self.scale), int(start * self.scale)  # a step compares whole numbers
+
+    def passed(self, step: int) -> int:
+        """Return the periods that have ended by a step; negative before the start."""
+        return (self.position(step) * self.scale - self.start) // self.length
+
+    def next_end(self, step: int) -> Fraction:
+        """Return the position of the next end, or start, after a step."""
+        return Fraction(self.start + (self.passed(step) + 1) * self.length, self.scale)
+
+    def end_at(self, step: int) -> bool:
+        """Return whether the start or the end of a period lies at a step, and not at the one before."""
+        return self.passed(step) > self.passed(step - 1)

@@ -13,6 +13,7 @@ from trainer.annotated import (
     PositiveInt,
     PositiveOrInfinite,
     check_fields,
+    check_names,
 )
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError, nearest
@@ -21,6 +22,7 @@ from trainer.process.environment import node_range
 ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # keys that a resume compares
 
 
+@check_names("trainer.checkpoint.")
 @dataclass(frozen=True)
 class CheckpointOptions:
     """`dir` holds one folder a run, and links: `last.pt` to the newest checkpoint, `best.pt` to the best."""
@@ -37,8 +39,14 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, "trainer.checkpoint.")
+        if self.keep_best is not None and not self.keep_best.removeprefix("max ").strip():
+            raise ConfigError(
+                f"trainer.checkpoint.keep_best={self.keep_best}: names no metric; give one, as val/loss or "
+                "'max val/accuracy', or null"
+            )
 
 
+@check_names("trainer.ddp.")
 @dataclass(frozen=True)
 class DDPOptions:
     """Arguments of torch's DistributedDataParallel, by torch's names but for the unit."""
@@ -58,6 +66,7 @@ class DDPOptions:
         return {"bucket_cap_mb": values.pop("bucket_mib"), **values, "gradient_as_bucket_view": view}
 
 
+@check_names("trainer.limit_batches.")
 @dataclass(frozen=True)
 class LimitOptions:
     """The first batches of the data, of `batch` samples each; null: all."""
@@ -69,6 +78,7 @@ class LimitOptions:
         check_fields(self, "trainer.limit_batches.")
 
 
+@check_names("data.")
 @dataclass(frozen=True)
 class DataOptions:
     workers: NonNegativeInt = 2  # processes per rank; 0 reads in the training process
@@ -88,6 +98,7 @@ class DataOptions:
         check_fields(self, "data.")
 
 
+@check_names("trainer.")
 @dataclass(frozen=True)
 class Options:
     """Everything under `trainer`."""

@@ -113,9 +113,10 @@ def refuse_jobs(settings: Any) -> None:
         node = plain.get(kind)
         target = str(node.get("_target_") if isinstance(node, Mapping) else node)
         if not target.startswith(BASIC):
-            name = printable(str(settings.runtime.choices.get(f"hydra/{kind}", target)))
+            chosen_name = str(settings.runtime.choices.get(f"hydra/{kind}", "basic"))
+            given = f"hydra.{kind}._target_={target}" if chosen_name == "basic" else f"hydra/{kind}={chosen_name}"
             raise ConfigError(
-                f"hydra/{kind}={name}: this plugin would train nothing here; leave it out: -m runs one value after "
+                f"{printable(given)}: this plugin would train nothing here; leave it out: -m runs one value after "
                 "the other, and trainer.devices=N starts N ranks"
             )
         for key, value in node.items():

@@ -213,7 +213,7 @@ def open_source(
     """
     # Both splits get the same seed, so that a `random_split` in `data` cuts at the same places both times.
     seed_all(mix(seed, RECIPE_DATA))
-    data, options = recipe.data(split), options or DataOptions()
+    data, options = returned(recipe, split), options or DataOptions()
     transform = transform_of(recipe, options, split != "train" if validates is None else validates)
     if data is None:
         return None
@@ -227,6 +227,23 @@ def open_source(
     if split != "train" and isinstance(data, Mapping) and (sets or not data):
         return several(data, split, lambda part: open_data(transform, part, split, seed, options, timeout_s))
     return open_data(transform, data, split, seed, options, timeout_s)
+
+
+def returned(recipe: Any, split: str) -> Any:
+    """Return `recipe.data(split)`.
+
+    Raises:
+        ConfigError: It asks for the rank, which a process that plans the run does not have.
+    """
+    try:
+        return recipe.data(split)
+    except (ValueError, RuntimeError) as error:
+        if "process group has not been initialized" not in str(error):
+            raise
+        raise ConfigError(
+            f"recipe.data({split!r}): asks torch.distributed for the rank, as DistributedSampler(dataset) does, and "
+            "the run is planned before there are ranks; return the DataLoader without it, whose samples the ranks share"
+        ) from None
 
 
 def transform_of(recipe: Any, options: DataOptions, validates: bool) -> Transform | None:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -82,6 +83,12 @@ def again(loader: DataLoader[Any]) -> DataLoader[Any]:
     return own
 
 
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return what draws the samples of a loader, and what makes batches of them."""
+    parts = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
 class OwnEpoch:
     """Takes the place of an object's `set_epoch` while a run trains, since the samples of a pass are drawn ahead."""
 
@@ -103,10 +110,8 @@ class OwnEpoch:
 
 def with_epoch(source: Any) -> list[Any]:
     """Return what has a method `set_epoch`: an iterable, or a DataLoader's samplers."""
-    parts: list[Any] = [source]
-    if isinstance(source, DataLoader):
-        parts = [source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)]
-    return [part for part in {id(part): part for part in parts}.values() if hasattr(part, "set_epoch")]
+    parts = samplers_of(source) if isinstance(source, DataLoader) else [source]
+    return [part for part in parts if hasattr(part, "set_epoch")]
 
 
 def begin_pass(source: Any, number: int, trains: bool) -> None:
@@ -129,6 +134,21 @@ def end_passes(source: Any) -> None:
     for part in (*with_epoch(source), *with_epoch(getattr(source, "loader", None))):
         if isinstance(getattr(part, "__dict__", {}).get("set_epoch"), OwnEpoch):
             del part.set_epoch
+
+
+def refuse_other_replicas(source: Any, split: str, rank: int, ranks: int) -> None:
+    """Refuse a DataLoader whose DistributedSampler is for other ranks: they would repeat or leave out samples.
+
+    Raises:
+        ConfigError: It is for another number of ranks, or for another rank than this one.
+    """
+    for sampler in samplers_of(source) if isinstance(source, DataLoader) else ():
+        own = isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank)
+        if own and own != (ranks, rank):
+            raise ConfigError(
+                f"recipe.data({split!r}): DistributedSampler(num_replicas={own[0]}, rank={own[1]}) on rank {rank} of "
+                f"{ranks}; return the DataLoader without it, whose samples the ranks share"
+            )
 
 
 def batches_in(source: Any, ranks: int) -> int | None:

@@ -16,6 +16,7 @@ from trainer.data.bad_samples import Bad, allowed
 from trainer.data.batch import Micro, Split
 from trainer.data.loader import Loader
 from trainer.data.source import Samples, each_set, is_used_up, open_source, size_of
+from trainer.data.torch_loader import refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.interactive.predictions import Predictions, rows_of
 from trainer.log import log
@@ -145,6 +146,8 @@ class Inference:
         if split == "train" and is_used_up(source):  # training takes it
             why = "the iterable can be walked only once, so it may have no end"
             raise DataError(f"recipe.data('train'): {why}; return a Dataset, or name another split")
+        for part in each_set(source, split).values():
+            refuse_other_replicas(part, split, self.data_rank, self.data_world)
         loader = Loader(
             source, None, Split(self.micro * self.data_world, self.data_world), self.data, validation=source,
             rank=self.data_rank, seed=self.seed, timeout_s=timeout_s,

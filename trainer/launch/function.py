@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from trainer.annotated import PositiveInt, checked
 from trainer.comm.device import count_gpus
-from trainer.errors import EXIT_CODES, ConfigError, require
+from trainer.errors import EXIT_CODES, ConfigError
 from trainer.launch.failure import find_failure
 from trainer.launch.forkserver import ForkServer, Rank
 from trainer.launch.worker import end_failed
@@ -26,7 +27,7 @@ RESULT = "result"  # the file in the private folder that has what rank 0 returne
 TAIL = 2000  # characters of a rank's log that go into an error
 
 
-def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto") -> T:
+def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"] = "auto") -> T:
     """Run `function(*args)` on `devices` ranks of this node, and return the result of rank 0.
 
     Each rank is a process of its own, which a fresh process forks after it has loaded torch. A fork of this process
@@ -47,9 +48,7 @@ def launch(function: Callable[..., T], *args: Any, devices: int | str = "auto") 
     """
     if launcher := detect(dict(os.environ)).launcher:
         raise ConfigError(f"launch: {launcher} has started this process as a rank; call the function itself")
-    if not (devices == "auto" or str(devices).isdecimal()):
-        raise ConfigError(f"launch: devices={devices}: is no number of ranks; give one, or auto")
-    require("launch: devices", None if devices == "auto" else int(devices), at_least=1)
+    devices = checked("launch: devices", devices, PositiveInt | Literal["auto"])
     world = count_gpus("auto") or 1 if devices == "auto" else int(devices)
     refuse_without_loopback()
     packed = pack(function, args)

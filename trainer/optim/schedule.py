@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from trainer.annotated import AtMost, Below, PositiveFloat, PositiveInt, Share, check_fields
+from trainer.annotated import AtMost, Below, PositiveFloat, PositiveInt, Share, check_fields, check_names
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -98,12 +98,14 @@ class OfRecipe:
     """Stands for the schedule that the recipe has."""
 
 
+@check_names("schedule.")
 @dataclass(frozen=True)
 class Constant(Schedule):
     def shape(self, progress: float) -> float:
         return 1.0
 
 
+@check_names("schedule.")
 @dataclass(frozen=True)
 class Linear(Schedule):
     """A line down to `floor`, a fraction of the peak."""
@@ -114,6 +116,7 @@ class Linear(Schedule):
         return self.floor + (1 - self.floor) * (1 - progress)
 
 
+@check_names("schedule.")
 @dataclass(frozen=True)
 class Cosine(Schedule):
     """Half a cosine down to `floor` (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts)."""
@@ -124,6 +127,7 @@ class Cosine(Schedule):
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+@check_names("schedule.")
 @dataclass(frozen=True)
 class OneCycle(Schedule):
     """A cosine up from `start` to 1 in the first share `rise` of the run, then down to `floor`.
@@ -144,6 +148,7 @@ class OneCycle(Schedule):
         return low + (1 - low) * 0.5 * (1 - math.cos(math.pi * x))
 
 
+@check_names("schedule.")
 @dataclass(frozen=True)
 class Cyclic(Schedule):
     """Triangles between `floor` and 1, `cycles` of them (Smith 2017, arXiv:1506.01186)."""
@@ -156,6 +161,7 @@ class Cyclic(Schedule):
         return self.floor + (1 - self.floor) * (1 - abs(2 * x - 1))
 
 
+@check_names("schedule.")
 @dataclass(frozen=True)
 class SWA(Schedule):
     """1, then a line down to `floor`, and from the share `start` of the run on `floor`, for averages of weights.

@@ -1,5 +1,7 @@
 """A second model in the layout of the trained one, with an average of its weights."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -25,17 +27,24 @@ class AveragedModel:
     def update(self, share: float) -> None:
         """Set average = (1 - share) * average + share * weights, and copy the buffers."""
         torch._foreach_lerp_(self.average, rows(self.trained), share)  # parameters may have moved
-        copy_buffers(self.module, self.trained)
+        self.copy_buffers()
 
+    @torch.no_grad()
+    def copy_buffers(self, but: Collection[nn.Module] = ()) -> None:
+        """Copy all buffers but those of some layers of the copy.
 
-def copy_buffers(target: nn.Module, source: nn.Module) -> None:
-    """Copy all buffers, also those that a forward pass has assigned, of another shape or for the first time."""
-    own, given = list(target.buffers()), list(source.buffers())
-    if [(b.shape, b.dtype) for b in own] != [(b.shape, b.dtype) for b in given]:
-        for copy, module in zip(target.modules(), source.modules(), strict=True):
-            copy._buffers.update({name: None if b is None else b.clone() for name, b in module._buffers.items()})
-    elif own:
-        torch._foreach_copy_(own, given)
+        Also those that a forward pass has assigned, of another shape or for the first time.
+        """
+        own, given = list(self.module.buffers()), list(self.trained.buffers())
+        if [(b.shape, b.dtype) for b in own] != [(b.shape, b.dtype) for b in given]:
+            for copy, module in zip(self.module.modules(), self.trained.modules(), strict=True):
+                if copy not in but:
+                    new = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
+                    copy._buffers.update(new)
+            return
+        kept = {id(b) for layer in but for b in layer.buffers()}
+        if pairs := [pair for pair in zip(own, given, strict=True) if id(pair[0]) not in kept]:
+            torch._foreach_copy_([copy for copy, _ in pairs], [b for _, b in pairs])
 
 
 def rows(model: nn.Module) -> list[Tensor]:

@@ -16,7 +16,7 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 
 NUMBERS = np.arange(12, dtype=np.uint16).reshape(3, 4)
 
@@ -58,6 +58,13 @@ def test_the_same_samples_give_the_same_bytes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(time, "time", lambda: now + 1000)
     second = write_shards(samples(), tmp_path / "2", "train", per_shard=4)
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+@pytest.mark.parametrize(("per_shard", "why"), [(0, "must be at least 1"), ("4", "must be int, not str")])
+def test_a_shard_has_samples(per_shard, why, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^per_shard={per_shard}: {why}$"):
+        write_shards(samples(), tmp_path, "train", per_shard)
+    assert not list(tmp_path.iterdir())
 
 
 def test_shards_are_not_mixed_with_older_ones(tmp_path: Path) -> None:

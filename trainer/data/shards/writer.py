@@ -8,6 +8,7 @@ from typing import Any
 
 from safetensors.numpy import save
 
+from trainer.annotated import PositiveInt, check_arguments
 from trainer.config.targets import secure_webdataset
 from trainer.data.shards.decoders import refuse_pickled
 from trainer.data.shards.tar import split_name
@@ -21,8 +22,9 @@ def quiet(*_: Any) -> None:
     """Report no progress."""
 
 
+@check_arguments("")
 def write_shards(
-    samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str, per_shard: int, progress: Progress = quiet
+    samples: Iterable[Mapping[str, Any]], folder: Path, prefix: str, per_shard: PositiveInt, progress: Progress = quiet
 ) -> list[Path]:
     """Write PREFIX-000000.tar and so on, each complete or absent, and return them.
 
@@ -31,9 +33,9 @@ def write_shards(
     `.gz` are gzipped. Until all are written, PREFIX.incomplete is there, and `find_shards` refuses the shards.
 
     Raises:
+        ConfigError: An argument has another type, or is out of range.
         DataError: A key or an extension can't be read back, or there are shards of that prefix already.
     """
-    assert per_shard > 0
     # Imported here, since the import takes a second, and reading does not need it.
     from webdataset.writer import TarWriter, default_handlers
 
