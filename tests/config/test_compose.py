@@ -13,7 +13,8 @@ from support.cli import QUICK, ROOT, run
 from support.quick import quick
 
 from trainer.config.check import check
-from trainer.config.compose import CONF, Job, compose, config_dirs, refuse_settings_of_jobs, told_apart
+from trainer.config.compose import CONF, Job, compose, config_dirs, told_apart
+from trainer.config.own_hydra import refuse_jobs
 from trainer.errors import ConfigError
 
 TOLD = "the recipe's YAML sets this, and optimizer=sgd has"
@@ -189,7 +190,7 @@ def test_a_target_of_a_plugin_is_named(kind):
     settings = {"launcher": basic, "sweeper": basic, kind: {"_target_": "farm.Farm"}}
     choices = {"hydra/launcher": "basic", "hydra/sweeper": "basic"}
     with pytest.raises(ConfigError, match=rf"^hydra\.{kind}\._target_=farm\.Farm: this plugin would train nothing"):
-        refuse_settings_of_jobs(OmegaConf.create({**settings, "runtime": {"choices": choices}}))
+        refuse_jobs(OmegaConf.create({**settings, "runtime": {"choices": choices}}))
 
 
 def test_hydra_plugins_of_the_working_folder_are_not_loaded(tmp_path):

@@ -44,7 +44,7 @@ class Copies:
         return step
 
     def refuse_before(self, step: int) -> None:
-        """Refuse a change by a hook that runs before step `step` + 1. Of a resume, log it.
+        """Refuse a change by a hook that runs before step `step` + 1; at a resume, log it.
 
         Raises:
             ConfigError: A new run would read other samples in its first step than in later ones.
