@@ -68,6 +68,14 @@ class Optional(Protocol):
     paths: tuple[str, ...]  # arguments that name files or folders; an export takes them from its command alone
     targets: tuple[str, ...]  # arguments that name classes; their packages must be in trainer.allow_targets
 
+    def prepare_files(self, here: bool) -> None:
+        """Prepare files once per node, before the first `data`. Every rank calls this; `here` is true on one of a node.
+
+        Ranks go in turns, as in `data`, and torch, `random` and NumPy are seeded before. If Echelon starts the ranks,
+        it has called this before, so no rank of that node prepares again. Tools with one process do not call it.
+        """
+        ...
+
     def weight(self, batch: Any) -> int:
         """Return the number of items that the loss averages over. `batch` is on the CPU. Default: the samples."""
         ...

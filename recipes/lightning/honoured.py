@@ -12,6 +12,7 @@ CHECKPOINT = "recipes/test_lightning.py::test_a_checkpoint_of_lightning_begins_a
 CHANGES = "recipes/test_lightning_changes.py::test_weights_are_those_of_lightning_also_after_a_resume"
 DATA = "recipes/test_lightning_data.py::test_a_validation_has_the_samples_of_its_loader"
 READ = "recipes/test_lightning_honoured.py::test_a_module_reads_what_it_reads_in_lightning"
+PREPARED = "recipes/test_lightning_prepare.py::test_data_is_prepared_once_per_node_or_once_in_all"
 CALLED = "recipes/test_lightning_honoured.py::test_hooks_are_called_in_lightnings_order"
 LOADER = "data/test_torch_loader.py::test_batches_are_those_of_a_bare_loop"
 
@@ -19,6 +20,7 @@ MANUAL = "belongs to manual optimization, and Echelon runs the optimizer; return
 OF_TEST = "a test has no run here; Lightning's own Trainer takes the exported model.ckpt"
 OF_PREDICTION = "do that in predict_step"
 OF_PLUGIN = "the precision is Echelon's; read trainer.precision of the config"
+EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 
 HOOKS = Table(
     "Hooks and methods that a LightningModule overrides",
@@ -88,6 +90,7 @@ DATAMODULE = Table(
     {
         **dict.fromkeys(("train_dataloader", "val_dataloader", "from_datasets"), DATA),
         "predict_dataloader": PREDICTION,
+        "trainer": READ,
         **dict.fromkeys(("state_dict", "load_state_dict"), STATE),
         **dict.fromkeys(("prepare_data", "setup", "teardown", "name"), CALLED),
         **dict.fromkeys(("hparams", "hparams_initial", "save_hyperparameters", "load_from_checkpoint"), CALLED),
@@ -101,6 +104,11 @@ DATAMODULE = Table(
         "on_before_batch_transfer": "define it in the LightningModule",
         "on_after_batch_transfer": "define it in the LightningModule",
     },
+)
+SET = Table(
+    "Attributes that a LightningModule or a LightningDataModule sets",
+    {"prepare_data_per_node": PREPARED},
+    {EMPTY: "a rank needs samples to train on, and none in a validation; leave it out (False is taken)"},
 )
 TRAINER = Table(
     "Attributes of Lightning's Trainer, as self.trainer",
@@ -169,4 +177,4 @@ ARGUMENTS = Table(
     ),
     {},
 )  # fmt: skip
-TABLES = (HOOKS, LATER, MODULE, LOG, DATAMODULE, TRAINER, ARGUMENTS)
+TABLES = (HOOKS, LATER, MODULE, LOG, DATAMODULE, SET, TRAINER, ARGUMENTS)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from recipes.lightning import Lightning
 from recipes.lightning.attached import AttachedTrainer
-from recipes.lightning.honoured import ARGUMENTS, DATAMODULE, HOOKS, LATER, LOG, MODULE, TRAINER
+from recipes.lightning.honoured import ARGUMENTS, DATAMODULE, HOOKS, LATER, LOG, MODULE, SET, TRAINER
 from recipes.lightning.module import OPTIONS, refuse_options
 from trainer.config.options import LimitOptions, Options
 from trainer.errors import ConfigError
@@ -35,23 +35,29 @@ def public(thing: Any) -> set[str]:
     return {name for name in dir(thing) if not name.startswith("_")}
 
 
+def set_by(thing: Any) -> set[str]:
+    """The names that a constructor sets."""
+    return {name for name in vars(thing) if not name.startswith("_")}
+
+
 def of_module() -> set[str]:
     import lightning as L
 
-    return public(L.LightningModule) - public(nn.Module) | {"forward"}
+    of_class = public(L.LightningModule) - public(nn.Module) | {"forward"}
+    return of_class | (set_by(L.LightningModule()) - set_by(nn.Module()))
 
 
 def of_datamodule() -> set[str]:
     import lightning as L
 
-    return public(L.LightningDataModule)
+    return public(L.LightningDataModule) | set_by(L.LightningDataModule())
 
 
 def of_trainer() -> set[str]:
     import lightning as L
 
     trainer = L.Trainer(**SILENT)
-    return public(trainer) | {name for name in vars(trainer) if not name.startswith("_")}
+    return public(trainer) | set_by(trainer)
 
 
 def of_log() -> set[str]:
@@ -67,8 +73,8 @@ def of_loader() -> set[str]:
 @pytest.mark.parametrize(
     ("names", "tables"),
     [
-        (of_module, (HOOKS, LATER, MODULE)),
-        (of_datamodule, (DATAMODULE,)),
+        (of_module, (HOOKS, LATER, MODULE, SET)),
+        (of_datamodule, (DATAMODULE, SET)),
         (of_trainer, (TRAINER,)),
         (of_log, (LOG,)),
         (of_loader, (ARGUMENTS,)),
@@ -178,6 +184,7 @@ CALLS = {
     "strategy.root_device": lambda module: module.trainer.strategy.root_device,
     "strategy.model": lambda module: module.trainer.strategy.model,
     "trainer is": lambda module: module.trainer.lightning_module is module,
+    "data's": lambda module: module.trainer.datamodule.trainer is module.trainer,
     "trainer.print": lambda module: module.trainer.print("seen"),
     "schedulers": lambda module: [config.interval for config in module.trainer.lr_scheduler_configs],
 }
