@@ -27,7 +27,8 @@ class Recipe(Protocol):
         - A mixture: a dict of such shards and their weights. An epoch has as many samples as all shards together.
           Validation walks each sample once, whatever its weight.
         - A map-style torch `Dataset`. A resume refuses a dataset of another class or length. An attribute
-          `fingerprint: str` of the dataset replaces the class's name, and should change with the content.
+          `fingerprint: str` of the dataset replaces the class's name, and should change with the content. An attribute
+          `validation_batch: int` is the samples of a batch in validation. Default: the micro-batch.
         - An iterable of this rank's batches, walked again when it ends. A generator for "train" must never end; a
           generator for "val" is refused. A batch for "train" is a micro-batch: its first tensor has as many samples,
           unless the recipe has a `weight`. A resume replays the iterable from its start. Ranks share the samples of a

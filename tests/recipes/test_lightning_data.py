@@ -27,6 +27,7 @@ from torch.utils.data import (
 from recipes.lightning import Lightning, LightningHooks
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.interactive.inference import Inference
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -101,6 +102,28 @@ def test_a_validation_has_the_samples_of_its_loader(name):
     trainer.fit()
     expected = by_lightning(train_loader, LOADERS[name])[1]["val_seen"]
     assert trainer.validation["val/seen"] == trainer.evaluate()["val/seen"] == pytest.approx(expected)
+
+
+def log_sizes(self: Any, batch: Any, batch_idx: int) -> None:
+    """Log what is not additive over the samples."""
+    self.log_dict({"val_size": float(len(batch[0])), "val_most": batch[0].max(), "val_index": float(batch_idx)})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_validation_has_the_batches_of_its_loader(monkeypatch):
+    """Of 8 samples, in a run with micro-batches of 2."""
+    import lightning_modules
+
+    monkeypatch.setattr(lightning_modules.Seen, "validation_step", log_sizes)
+    trainer = made(train_loader, lambda: DataLoader(ALL, 8), batch=2)
+    trainer.fit()
+    expected = by_lightning(train_loader, lambda: DataLoader(ALL, 8))[1]
+    theirs = {name.replace("_", "/"): value for name, value in expected.items()}
+    assert trainer.plan.micro == 2 and theirs["val/size"] == pytest.approx(7.84)
+    assert trainer.validation == trainer.evaluate() == pytest.approx(theirs)
+    parts = trainer.recipe, trainer.ranks, trainer.precision, trainer.plan.data
+    asked = Inference(*parts, micro=4, asked=True, seed=7)  # as by `--micro-batch 4`
+    assert asked.evaluate(trainer.module, "val")["val/size"] == 4
 
 
 def drawn(**options: Any) -> Any:

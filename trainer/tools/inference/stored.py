@@ -110,7 +110,7 @@ def opened(request: Request) -> Iterator[tuple[Inference, nn.Module]]:
         yield Inference(
             made["recipe"], ranks, precision, made["data"],
             micro=request.micro_batch or manifest.get("settings", {}).get("micro_batch") or 1,
-            seed=options.seed, data_rank=ranks.rank, data_world=ranks.world,
+            asked=request.micro_batch is not None, seed=options.seed, data_rank=ranks.rank, data_world=ranks.world,
         ), model  # fmt: skip
         ranks.leave()
     finally:
