@@ -18,6 +18,7 @@ from trainer.data.torch_loader import batch_size_of, batches_in, begin_pass, is_
 from trainer.errors import ConfigError
 from trainer.log import log
 
+OF_WORKERS = 2  # the `prefetch_factor` of a DataLoader with workers that is given none
 METHODS = {split: f"{split}_dataloader" for split in ("train", "val", "predict")}
 
 
@@ -164,8 +165,12 @@ def samples_or_batches(loader: Any, split: str, batches: bool, seed: Callable[[]
 def not_used(loader: DataLoader[Any]) -> list[str]:
     """Return the arguments of a loader that its samples do not take with them."""
     defaults: Any = DataLoader([0])  # pyright: ignore[reportArgumentType] a list is a data set
-    names = ("drop_last", "generator", "num_workers", "pin_memory", "timeout", "persistent_workers", "in_order")
-    return ["batch_size", *(name for name in names if getattr(loader, name) != getattr(defaults, name))]
+    names = ("drop_last", "generator", "num_workers", "pin_memory", "pin_memory_device", "timeout")
+    names += ("persistent_workers", "in_order", "multiprocessing_context", "prefetch_factor")
+    found = [name for name in names if getattr(loader, name) != getattr(defaults, name)]
+    if loader.num_workers and loader.prefetch_factor == OF_WORKERS:  # torch's own number
+        found.remove("prefetch_factor")
+    return ["batch_size", *found]
 
 
 def plain_attributes(recipe: Any) -> dict[str, Any]:

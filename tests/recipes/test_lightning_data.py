@@ -1,5 +1,6 @@
 """Data of a LightningModule: the samples that Lightning's own Trainer gives, by each sampler; what is refused."""
 
+import inspect
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import (
 )
 
 from recipes.lightning import Lightning, LightningHooks
+from recipes.lightning.data import not_used
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.interactive.inference import Inference
@@ -197,6 +199,22 @@ def test_what_the_samples_do_not_take_with_them_is_logged(capsys):
     made(lambda: train_loader(num_workers=1, drop_last=True, persistent_workers=True))
     line = "not used: batch_size=10, drop_last=True, num_workers=1, persistent_workers=True\n"
     assert line in capsys.readouterr().out
+
+
+ASKED: dict[str, Any] = {  # each with a value that is not torch's default
+    "batch_size": 10, "num_workers": 1, "pin_memory": True, "drop_last": True, "timeout": 5.0,
+    "multiprocessing_context": "fork", "generator": torch.Generator(), "prefetch_factor": 4, "persistent_workers": True,
+    "pin_memory_device": "cuda", "in_order": False,
+}  # fmt: skip
+WITH_SAMPLES = {"dataset", "collate_fn", "worker_init_fn", "shuffle"}  # all samples are taken, in Echelon's order
+REFUSED = {"sampler", "batch_sampler"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_argument_of_a_loader_is_taken_with_the_samples_or_refused_or_logged():
+    assert WITH_SAMPLES | REFUSED | ASKED.keys() == set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
+    assert set(not_used(train_loader(**ASKED))) == ASKED.keys()
+    assert not_used(train_loader(num_workers=1)) == ["batch_size", "num_workers"]
 
 
 @pytest.mark.parametrize("name", ["custom", "replacement", "weights", "batches"])
