@@ -63,8 +63,8 @@ class Attached:
         self.view.logged.add(name, value, options.get("batch_size") or self.view.batch_size)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer of the run."""
-        return self.view.optimizers[0]
+        """Return the optimizer of the run; with `use_pl_optimizer`, as an object that has it as `optimizer`, too."""
+        return self.view.strategy._lightning_optimizers[0] if use_pl_optimizer else self.view.optimizers[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what `refuse_unsupported` refuses, also if a hook sets it."""
