@@ -21,7 +21,7 @@ from trainer.composition import arrange
 from trainer.config.duration import Duration, Periods
 from trainer.config.options import DataOptions, Options
 from trainer.data.limit import FirstOf, first_batches, first_validation
-from trainer.data.source import Samples, each_set, open_source, transform_of
+from trainer.data.source import Samples, each_set, in_turns, open_source, prepare_files, transform_of
 from trainer.data.torch_loader import batch_size_of, batches_in, refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
@@ -97,7 +97,7 @@ class Plan:
         if options.init_from and not self.resumed:
             weights_files(options.init_from)
         refuse_no_functions(data)
-        self._open_data(recipe, place, each)
+        self._open_data(recipe, place, each, spec is not None)
         if self.order is None and spec is None:  # an iterable decides the size of its batches: no uneven split
             split_batch(batch, data_world, micro_batch, accumulate)
         self._set_time(schedule, spec)
@@ -167,15 +167,15 @@ class Plan:
             raise DataError("recipe.data: has changed since the run was planned; restore the data, then resume")
         return spec
 
-    def _open_data(self, recipe: Any, place: Place, each: Callable[[Any], list[Any]]) -> None:
-        """Open the data in turns: rank 0, which prepares shared files; one rank of each other node; all others."""
+    def _open_data(self, recipe: Any, place: Place, each: Callable[[Any], list[Any]], planned: bool) -> None:
+        """Open the data in turns. With `planned` the launcher has prepared the files of its node."""
         seed, timeout_s = self.options.seed, self.options.timeout_s
-        turn = 2 if place.local_rank else 1 if place.rank else 0
-        for _ in range(turn):
-            each(None)
-        source, self.validation = (open_source(recipe, split, seed, self.data, timeout_s) for split in ("train", "val"))
-        for _ in range(turn, 2):
-            each(None)
+
+        def opens() -> list[Any]:
+            prepare_files(recipe, seed, here=place.local_rank == 0 and (place.rank > 0 or not planned))
+            return [open_source(recipe, split, seed, self.data, timeout_s) for split in ("train", "val")]
+
+        source, self.validation = in_turns(place, each, opens)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
         validation = {} if self.validation is None else each_set(self.validation, "val")

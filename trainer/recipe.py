@@ -27,7 +27,8 @@ class Recipe(Protocol):
         - A mixture: a dict of such shards and their weights. An epoch has as many samples as all shards together.
           Validation walks each sample once, whatever its weight.
         - A map-style torch `Dataset`. A resume refuses a dataset of another class or length. An attribute
-          `fingerprint: str` of the dataset replaces the class's name, and should change with the content.
+          `fingerprint: str` of the dataset replaces the class's name, and should change with the content. An attribute
+          `validation_batch: int` is the samples of a batch in validation. Default: the micro-batch.
         - An iterable of this rank's batches, walked again when it ends. A generator for "train" must never end; a
           generator for "val" is refused. A batch for "train" is a micro-batch: its first tensor has as many samples,
           unless the recipe has a `weight`. A resume replays the iterable from its start. Ranks share the samples of a
@@ -67,6 +68,14 @@ class Optional(Protocol):
     flops_per_sample: float  # forward and backward, for perf/mfu
     paths: tuple[str, ...]  # arguments that name files or folders; an export takes them from its command alone
     targets: tuple[str, ...]  # arguments that name classes; their packages must be in trainer.allow_targets
+
+    def prepare_files(self, here: bool) -> None:
+        """Prepare files once per node, before the first `data`. Every rank calls this; `here` is true on one of a node.
+
+        Ranks go in turns, as in `data`, and torch, `random` and NumPy are seeded before. If Echelon starts the ranks,
+        it has called this before, so no rank of that node prepares again. Tools with one process do not call it.
+        """
+        ...
 
     def weight(self, batch: Any) -> int:
         """Return the number of items that the loss averages over. `batch` is on the CPU. Default: the samples."""

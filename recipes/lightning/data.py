@@ -18,16 +18,18 @@ from trainer.data.torch_loader import batch_size_of, batches_in, begin_pass, is_
 from trainer.errors import ConfigError
 from trainer.log import log
 
+OF_WORKERS = 2  # the `prefetch_factor` of a DataLoader with workers that is given none
 METHODS = {split: f"{split}_dataloader" for split in ("train", "val", "predict")}
 
 
 class Samples(Dataset[Any]):
     """The samples of a loader, each with the function that makes batches of them."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], split: str) -> None:
         self.dataset: Any = loader.dataset
         self.worker_dataset = self.dataset  # that `get_worker_info` has
         self.collate = loader.collate_fn
+        self.validation_batch = None if split == "train" else loader.batch_size  # not all metrics are additive
         self.worker_init_fn = loader.worker_init_fn if loader.num_workers else None  # data workers call it
         name = f"{type(self.dataset).__module__}.{type(self.dataset).__qualname__}"
         self.fingerprint = getattr(self.dataset, "fingerprint", name)
@@ -147,7 +149,7 @@ def samples_or_batches(loader: Any, split: str, batches: bool, seed: Callable[[]
         return Batches(loader, split, seed)
     usual = takes_all(loader)
     if split != "train":
-        return Samples(loader) if usual and not loader.drop_last else Batches(loader, split, seed)
+        return Samples(loader, split) if usual and not loader.drop_last else Batches(loader, split, seed)
     if not usual:
         kind = type(loader.sampler if is_batched(loader) else loader.batch_sampler).__name__
         raise ConfigError(
@@ -157,14 +159,18 @@ def samples_or_batches(loader: Any, split: str, batches: bool, seed: Callable[[]
         "%s(): %d samples in Echelon's order, of which a step takes `batch`; not used: %s", METHODS[split],
         len(loader.dataset), ", ".join(f"{name}={getattr(loader, name)}" for name in not_used(loader)),  # pyright: ignore[reportArgumentType] not iterable
     )  # fmt: skip
-    return Samples(loader)
+    return Samples(loader, split)
 
 
 def not_used(loader: DataLoader[Any]) -> list[str]:
     """Return the arguments of a loader that its samples do not take with them."""
     defaults: Any = DataLoader([0])  # pyright: ignore[reportArgumentType] a list is a data set
-    names = ("drop_last", "generator", "num_workers", "pin_memory", "timeout", "persistent_workers", "in_order")
-    return ["batch_size", *(name for name in names if getattr(loader, name) != getattr(defaults, name))]
+    names = ("drop_last", "generator", "num_workers", "pin_memory", "pin_memory_device", "timeout")
+    names += ("persistent_workers", "in_order", "multiprocessing_context", "prefetch_factor")
+    found = [name for name in names if getattr(loader, name) != getattr(defaults, name)]
+    if loader.num_workers and loader.prefetch_factor == OF_WORKERS:  # torch's own number
+        found.remove("prefetch_factor")
+    return ["batch_size", *found]
 
 
 def collate(samples: list[tuple[Callable[[list[Any]], Any], Any]]) -> Any:

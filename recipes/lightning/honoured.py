@@ -9,9 +9,12 @@ STATE = "recipes/test_lightning_changes.py::test_a_state_of_the_data_is_in_check
 EPOCH = "recipes/test_lightning.py::test_what_the_end_of_an_epoch_logs_is_lightnings"
 PREDICTION = "recipes/test_lightning_predict.py::test_predictions_are_those_of_lightnings_trainer"
 CHECKPOINT = "recipes/test_lightning.py::test_a_checkpoint_of_lightning_begins_a_run_and_an_export_loads_in_lightning"
-CHANGES = "recipes/test_lightning_changes.py::test_weights_are_those_of_lightning_also_after_a_resume"
 DATA = "recipes/test_lightning_data.py::test_a_validation_has_the_samples_of_its_loader"
 READ = "recipes/test_lightning_honoured.py::test_a_module_reads_what_it_reads_in_lightning"
+PREPARED = "recipes/test_lightning_prepare.py::test_data_is_prepared_once_per_node_or_once_in_all"
+ATTRIBUTES = "recipes/test_lightning_attributes.py::"
+FOLDERS = ATTRIBUTES + "test_folders_callbacks_and_logged_numbers"
+OF_DATA = ATTRIBUTES + "test_hyperparameters_and_names_of_the_data"
 CALLED = "recipes/test_lightning_honoured.py::test_hooks_are_called_in_lightnings_order"
 LOADER = "data/test_torch_loader.py::test_batches_are_those_of_a_bare_loop"
 
@@ -19,6 +22,7 @@ MANUAL = "belongs to manual optimization, and Echelon runs the optimizer; return
 OF_TEST = "a test has no run here; Lightning's own Trainer takes the exported model.ckpt"
 OF_PREDICTION = "do that in predict_step"
 OF_PLUGIN = "the precision is Echelon's; read trainer.precision of the config"
+EMPTY = "allow_zero_length_dataloader_with_multiple_devices"
 
 HOOKS = Table(
     "Hooks and methods that a LightningModule overrides",
@@ -67,7 +71,8 @@ MODULE = Table(
     "Attributes of a LightningModule",
     {
         **dict.fromkeys(("log", "log_dict"), FIT),
-        **dict.fromkeys(("freeze", "unfreeze", "optimizers"), CHANGES),
+        **dict.fromkeys(("freeze", "unfreeze"), ATTRIBUTES + "test_a_frozen_part_does_not_train"),
+        "optimizers": READ,
         **dict.fromkeys(("hparams", "save_hyperparameters", "load_from_checkpoint", "hparams_initial"), CHECKPOINT),
         **dict.fromkeys(("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME"), CHECKPOINT),
         **dict.fromkeys(("CHECKPOINT_HYPER_PARAMS_TYPE", "remove_ignored_hparams"), CHECKPOINT),
@@ -86,13 +91,16 @@ MODULE = Table(
 DATAMODULE = Table(
     "Hooks and attributes of a LightningDataModule",
     {
-        **dict.fromkeys(("train_dataloader", "val_dataloader", "from_datasets"), DATA),
+        **dict.fromkeys(("train_dataloader", "val_dataloader"), DATA),
+        "from_datasets": ATTRIBUTES + "test_data_from_datasets",
         "predict_dataloader": PREDICTION,
+        "trainer": READ,
         **dict.fromkeys(("state_dict", "load_state_dict"), STATE),
-        **dict.fromkeys(("prepare_data", "setup", "teardown", "name"), CALLED),
-        **dict.fromkeys(("hparams", "hparams_initial", "save_hyperparameters", "load_from_checkpoint"), CALLED),
-        **dict.fromkeys(("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME"), CALLED),
-        **dict.fromkeys(("CHECKPOINT_HYPER_PARAMS_TYPE", "remove_ignored_hparams"), CALLED),
+        **dict.fromkeys(("prepare_data", "setup", "teardown"), CALLED),
+        **dict.fromkeys(("hparams", "hparams_initial", "save_hyperparameters", "name"), OF_DATA),
+        "load_from_checkpoint": CALLED,
+        **dict.fromkeys(("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME"), OF_DATA),
+        **dict.fromkeys(("CHECKPOINT_HYPER_PARAMS_TYPE", "remove_ignored_hparams"), OF_DATA),
     },
     {
         "test_dataloader": OF_TEST,
@@ -102,22 +110,28 @@ DATAMODULE = Table(
         "on_after_batch_transfer": "define it in the LightningModule",
     },
 )
+SET = Table(
+    "Attributes that a LightningModule or a LightningDataModule sets",
+    {"prepare_data_per_node": PREPARED},
+    {EMPTY: "a rank needs samples to train on, and none in a validation; leave it out (False is taken)"},
+)
 TRAINER = Table(
     "Attributes of Lightning's Trainer, as self.trainer",
     {
-        **dict.fromkeys(("accumulate_grad_batches", "barebones", "callbacks", "checkpoint_callback"), READ),
-        **dict.fromkeys(("checkpoint_callbacks", "current_epoch", "datamodule", "default_root_dir"), READ),
+        **dict.fromkeys(("accumulate_grad_batches", "barebones", "checkpoint_callback"), READ),
+        **dict.fromkeys(("callbacks", "default_root_dir", "log_dir", "logged_metrics"), FOLDERS),
+        **dict.fromkeys(("checkpoint_callbacks", "current_epoch", "datamodule"), READ),
         "device_ids": READ,
         **dict.fromkeys(("early_stopping_callback", "early_stopping_callbacks", "enable_validation"), READ),
         **dict.fromkeys(("estimated_stepping_batches", "evaluating", "fast_dev_run", "global_rank"), READ),
         **dict.fromkeys(("global_step", "gradient_clip_algorithm", "gradient_clip_val", "interrupted"), READ),
-        **dict.fromkeys(("is_global_zero", "is_last_batch", "lightning_module", "local_rank", "log_dir"), READ),
+        **dict.fromkeys(("is_global_zero", "is_last_batch", "lightning_module", "local_rank"), READ),
         **dict.fromkeys(("log_every_n_steps", "logger", "loggers", "lr_scheduler_configs", "max_epochs"), READ),
         **dict.fromkeys(("max_steps", "min_epochs", "min_steps", "model", "node_rank", "num_devices"), READ),
         **dict.fromkeys(("num_nodes", "num_training_batches", "optimizers", "predicting", "print"), READ),
         **dict.fromkeys(("progress_bar_callback", "received_sigterm", "sanity_checking", "should_stop"), READ),
         **dict.fromkeys(("strategy", "testing", "training", "validating", "world_size"), READ),
-        **dict.fromkeys(("callback_metrics", "logged_metrics"), EPOCH),
+        "callback_metrics": EPOCH,
     },
     {
         **dict.fromkeys(("precision", "precision_plugin", "scaler"), OF_PLUGIN),
@@ -169,4 +183,4 @@ ARGUMENTS = Table(
     ),
     {},
 )  # fmt: skip
-TABLES = (HOOKS, LATER, MODULE, LOG, DATAMODULE, TRAINER, ARGUMENTS)
+TABLES = (HOOKS, LATER, MODULE, LOG, DATAMODULE, SET, TRAINER, ARGUMENTS)

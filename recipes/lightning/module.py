@@ -8,7 +8,7 @@ from torch import nn
 
 from recipes.lightning.attached import AttachedTrainer, short_name
 from recipes.lightning.code import logger_uses
-from recipes.lightning.honoured import DATAMODULE, HOOKS, LATER, LOG, MODULE
+from recipes.lightning.honoured import DATAMODULE, EMPTY, HOOKS, LATER, LOG, MODULE, SET
 from trainer.errors import ConfigError
 
 BASE = "LightningModule"  # of lightning.pytorch, or of pytorch_lightning: a package of its own
@@ -63,13 +63,15 @@ class Attached:
         self.view.logged.add(name, value, options.get("batch_size") or self.view.batch_size)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer of the run."""
-        return self.view.optimizers[0]
+        """Return the optimizer of the run; with `use_pl_optimizer`, as an object that has it as `optimizer`, too."""
+        return self.view.strategy._lightning_optimizers[0] if use_pl_optimizer else self.view.optimizers[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse what `refuse_unsupported` refuses, also if a hook sets it."""
         if value is False and name in SET_BY_MODULES:
             raise set_in_vain(type(self).__name__, name)
+        if value and name == EMPTY:
+            raise empty_allowed("recipe.module", self)
         if instead := (REMOVED | HOOKS.refused).get(name):
             raise not_called("recipe.module", self, name, instead)
         if name in GRADIENT_HOOKS and self.view.composed:
@@ -159,6 +161,8 @@ def refuse_unsupported(module: Any) -> None:
     for attribute in SET_BY_MODULES:
         if getattr(module, attribute) is False:
             raise set_in_vain(name, attribute)
+    if getattr(module, EMPTY, False):
+        raise empty_allowed("recipe.module", module)
     for method in ("training_step", "configure_optimizers"):
         if not overrides(module, method):
             raise ConfigError(f"recipe.module: {name} has no {method}; define it")
@@ -195,8 +199,14 @@ def refuse_logger(module: Any) -> None:
         )
 
 
+def empty_allowed(key: str, source: Any) -> ConfigError:
+    return ConfigError(f"{key}: {type(source).__name__} sets {EMPTY}=True, and {SET.refused[EMPTY]}")
+
+
 def refuse_data(source: Any) -> None:
-    """Raise ConfigError if a LightningDataModule overrides a hook that is not called."""
+    """Raise ConfigError if a LightningDataModule overrides a hook that is not called, or allows ranks without data."""
+    if getattr(source, EMPTY, False):
+        raise empty_allowed("recipe.datamodule", source)
     refuse_overridden(source, "recipe.datamodule", DATAMODULE.refused, {"test_dataloader"})
 
 

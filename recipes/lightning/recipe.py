@@ -71,12 +71,15 @@ class Lightning:
         self.predicted = 0  # batches of this rank, of the data that was opened last
         self.stages = set[str]()  # for which the data is set up
         self.loaders: dict[str, Any] = {}  # by split
+        self.kept: dict[str, Any] | None = None  # attributes that `prepare_data` has set on the prototype
 
     def model(self) -> nn.Module:
         self.configured, self.view.composed = None, False
         module: Any = self._make_module()
         self.view.lightning_module = module
-        module.prepare_data()
+        if self.kept is None:
+            module.prepare_data()
+        vars(module).update(self.kept or {})
         module.setup("fit")
         module.configure_model()
         return module
@@ -100,13 +103,26 @@ class Lightning:
             found = make("recipe.datamodule_args", self.datamodule, self.datamodule_args)
             refuse_data(found)
             self.view.datamodule, found.trainer = found, self.view
-        found.prepare_data()
+        if self.kept is None:
+            found.prepare_data()
         return found
+
+    def prepare_files(self, here: bool) -> None:
+        """Call `prepare_data` as Lightning does: of the datamodule, then of the module, once per node or in all."""
+        self.kept = self.kept or {}
+        for part in dict.fromkeys((self.source, self.prototype)):
+            before = dict(vars(part))
+            if here and (part.prepare_data_per_node or self.view.is_global_zero):
+                part.prepare_data()
+            if part is self.prototype:  # the module that trains is made later
+                self.kept |= {name: value for name, value in vars(part).items() if before.get(name) is not value}
 
     def data(self, split: str) -> Any:
         self.predicted, stage = 0, "predict" if split == "predict" else "fit"
         if stage not in self.stages:
             self.source.setup(stage)
+            if self.view.datamodule is not None:
+                refuse_data(self.source)
             self.stages.add(stage)
         loader = get_loader(self.source, split)
         if loader is None and split == "train":

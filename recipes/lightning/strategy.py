@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
+from recipes.lightning.honoured import MANUAL
 from trainer.errors import ConfigError
 
 GIVEN = ("all_gather", "barrier", "broadcast", "global_rank", "is_global_zero", "local_rank", "model", "reduce")
@@ -26,11 +27,33 @@ class NoSuchAttribute(ConfigError, AttributeError):
     """An attribute of Lightning's that Echelon lacks; an AttributeError, so that `hasattr` works."""
 
 
+class AttachedOptimizer:
+    """The run's optimizer, as `self.optimizers()` gives it: also as the attribute `optimizer`, as in Lightning."""
+
+    def __init__(self, optimizer: Any) -> None:
+        vars(self)["optimizer"] = optimizer
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] for `isinstance`
+        return type(vars(self)["optimizer"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "toggle_model":
+            raise ConfigError(f"self.optimizers().{name}(): {MANUAL}")
+        return getattr(vars(self)["optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["optimizer"], name, value)
+
+
 class AttachedStrategy:
     """The object that a module finds as `self.trainer.strategy`. Its methods are collectives of all ranks."""
 
     def __init__(self, view: Any) -> None:
         self.view = view
+        self.wrapped: list[Any] = []  # optimizers
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -65,7 +88,9 @@ class AttachedStrategy:
 
     @property
     def _lightning_optimizers(self) -> list[Any]:
-        return self.view.optimizers
+        if [each.optimizer for each in self.wrapped] != self.view.optimizers:
+            self.wrapped = [AttachedOptimizer(each) for each in self.view.optimizers]
+        return self.wrapped
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, (world, ...); on one rank the tensor itself."""

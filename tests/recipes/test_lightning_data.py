@@ -1,5 +1,6 @@
 """Data of a LightningModule: the samples that Lightning's own Trainer gives, by each sampler; what is refused."""
 
+import inspect
 from itertools import chain
 from typing import Any
 
@@ -25,8 +26,10 @@ from torch.utils.data import (
 )
 
 from recipes.lightning import Lightning, LightningHooks
+from recipes.lightning.data import not_used
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.interactive.inference import Inference
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -101,6 +104,28 @@ def test_a_validation_has_the_samples_of_its_loader(name):
     trainer.fit()
     expected = by_lightning(train_loader, LOADERS[name])[1]["val_seen"]
     assert trainer.validation["val/seen"] == trainer.evaluate()["val/seen"] == pytest.approx(expected)
+
+
+def log_sizes(self: Any, batch: Any, batch_idx: int) -> None:
+    """Log what is not additive over the samples."""
+    self.log_dict({"val_size": float(len(batch[0])), "val_most": batch[0].max(), "val_index": float(batch_idx)})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_validation_has_the_batches_of_its_loader(monkeypatch):
+    """Of 8 samples, in a run with micro-batches of 2."""
+    import lightning_modules
+
+    monkeypatch.setattr(lightning_modules.Seen, "validation_step", log_sizes)
+    trainer = made(train_loader, lambda: DataLoader(ALL, 8), batch=2)
+    trainer.fit()
+    expected = by_lightning(train_loader, lambda: DataLoader(ALL, 8))[1]
+    theirs = {name.replace("_", "/"): value for name, value in expected.items()}
+    assert trainer.plan.micro == 2 and theirs["val/size"] == pytest.approx(7.84)
+    assert trainer.validation == trainer.evaluate() == pytest.approx(theirs)
+    parts = trainer.recipe, trainer.ranks, trainer.precision, trainer.plan.data
+    asked = Inference(*parts, micro=4, asked=True, seed=7)  # as by `--micro-batch 4`
+    assert asked.evaluate(trainer.module, "val")["val/size"] == 4
 
 
 def drawn(**options: Any) -> Any:
@@ -182,6 +207,22 @@ def test_an_epoch_that_a_hook_sets_for_a_pass_that_has_begun_is_refused():
     module.on_train_epoch_start = lambda: sampler.set_epoch(2 * module.current_epoch + 1)
     with pytest.raises(ConfigError, match=r"EpochOrder\.set_epoch\(1\) was called in pass 0"):
         trainer.fit()
+
+
+ASKED: dict[str, Any] = {  # each with a value that is not torch's default
+    "batch_size": 10, "num_workers": 1, "pin_memory": True, "drop_last": True, "timeout": 5.0,
+    "multiprocessing_context": "fork", "generator": torch.Generator(), "prefetch_factor": 4, "persistent_workers": True,
+    "pin_memory_device": "cuda", "in_order": False,
+}  # fmt: skip
+WITH_SAMPLES = {"dataset", "collate_fn", "worker_init_fn", "shuffle"}  # all samples are taken, in Echelon's order
+REFUSED = {"sampler", "batch_sampler"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_argument_of_a_loader_is_taken_with_the_samples_or_refused_or_logged():
+    assert WITH_SAMPLES | REFUSED | ASKED.keys() == set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
+    assert set(not_used(train_loader(**ASKED))) == ASKED.keys()
+    assert not_used(train_loader(num_workers=1)) == ["batch_size", "num_workers"]
 
 
 @pytest.mark.parametrize("name", ["custom", "replacement", "weights", "batches"])

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from recipes.lightning import Lightning
 from recipes.lightning.attached import AttachedTrainer
-from recipes.lightning.honoured import ARGUMENTS, DATAMODULE, HOOKS, LATER, LOG, MODULE, TRAINER
+from recipes.lightning.honoured import ARGUMENTS, DATAMODULE, HOOKS, LATER, LOG, MODULE, SET, TRAINER
 from recipes.lightning.module import OPTIONS, refuse_options
 from trainer.config.options import LimitOptions, Options
 from trainer.errors import ConfigError
@@ -35,23 +35,29 @@ def public(thing: Any) -> set[str]:
     return {name for name in dir(thing) if not name.startswith("_")}
 
 
+def set_by(thing: Any) -> set[str]:
+    """The names that a constructor sets."""
+    return {name for name in vars(thing) if not name.startswith("_")}
+
+
 def of_module() -> set[str]:
     import lightning as L
 
-    return public(L.LightningModule) - public(nn.Module) | {"forward"}
+    of_class = public(L.LightningModule) - public(nn.Module) | {"forward"}
+    return of_class | (set_by(L.LightningModule()) - set_by(nn.Module()))
 
 
 def of_datamodule() -> set[str]:
     import lightning as L
 
-    return public(L.LightningDataModule)
+    return public(L.LightningDataModule) | set_by(L.LightningDataModule())
 
 
 def of_trainer() -> set[str]:
     import lightning as L
 
     trainer = L.Trainer(**SILENT)
-    return public(trainer) | {name for name in vars(trainer) if not name.startswith("_")}
+    return public(trainer) | set_by(trainer)
 
 
 def of_log() -> set[str]:
@@ -67,8 +73,8 @@ def of_loader() -> set[str]:
 @pytest.mark.parametrize(
     ("names", "tables"),
     [
-        (of_module, (HOOKS, LATER, MODULE)),
-        (of_datamodule, (DATAMODULE,)),
+        (of_module, (HOOKS, LATER, MODULE, SET)),
+        (of_datamodule, (DATAMODULE, SET)),
         (of_trainer, (TRAINER,)),
         (of_log, (LOG,)),
         (of_loader, (ARGUMENTS,)),
@@ -154,7 +160,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
         return [tuple(p.shape) for p in value.parameters()]
     if isinstance(value, torch.optim.Optimizer):
-        return [type(value).__name__.removeprefix("Lightning"), [len(group["params"]) for group in value.param_groups]]
+        return [
+            value.__class__.__name__.removeprefix("Lightning"),
+            [len(group["params"]) for group in value.param_groups],
+        ]
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return value.get_last_lr()
     if isinstance(value, list | tuple):
@@ -167,8 +176,17 @@ def plain(value: Any) -> Any:
 # Of the run, which both have otherwise: folders, callbacks, and objects that stand for Lightning's own.
 OWN = {"default_root_dir", "log_dir", "callbacks", "print", "strategy", "callback_metrics", "logged_metrics", "trainer"}
 OWN |= {"lr_scheduler_configs"}  # whose settings CALLS reads
+
+
+def same(module: Any) -> bool:
+    return module.optimizers() is module.optimizers() and isinstance(module.optimizers(), torch.optim.AdamW)
+
+
 CALLS = {
     "self.optimizers": lambda module: module.optimizers(),
+    "optimizer": lambda module: type(module.optimizers().optimizer).__name__,
+    "use_pl_optimizer": lambda module: type(module.optimizers(use_pl_optimizer=False)).__name__,
+    "same": lambda module: module.optimizers().optimizer is module.trainer.optimizers[0] and same(module),
     "self.lr_schedulers": lambda module: module.lr_schedulers(),
     "self.all_gather": lambda module: module.all_gather(torch.ones(2)),
     "self.print": lambda module: module.print("seen"),
@@ -178,9 +196,21 @@ CALLS = {
     "strategy.root_device": lambda module: module.trainer.strategy.root_device,
     "strategy.model": lambda module: module.trainer.strategy.model,
     "trainer is": lambda module: module.trainer.lightning_module is module,
+    "data's": lambda module: module.trainer.datamodule.trainer is module.trainer,
     "trainer.print": lambda module: module.trainer.print("seen"),
     "schedulers": lambda module: [config.interval for config in module.trainer.lr_scheduler_configs],
 }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_set_on_the_optimizer_is_the_runs_and_manual_steps_are_refused():
+    trainer = make_echelon(modules().AutoEncoder, modules().Numbers(), max_steps=1, validate_every=None)
+    optimizer = trainer.module.optimizers()
+    optimizer.param_groups[0]["lr"], optimizer.mark = 0.5, 3
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5 and trainer.optimizer.mark == 3
+    with pytest.raises(ConfigError, match=r"^self\.optimizers\(\)\.toggle_model\(\): belongs to manual optimization"):
+        optimizer.toggle_model()
+    trainer.close()
 
 
 def read(module: Any) -> dict[str, Any]:

@@ -45,6 +45,9 @@ class Loader:
         ranks_on_node: Ranks that share the folder of downloaded shards.
         collate: Makes a batch from samples.
         weight: Items that the loss of a batch averages over; None counts samples.
+
+    Attributes:
+        takes_own: A data set's `validation_batch` goes before the split, for validation.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Loader:
     ) -> None:
         self.source, self.order, self.split, self.options, self.validation = source, order, split, options, validation
         self.rank, self.seed, self.timeout_s, self.device = rank, seed, timeout_s, device
-        self.ranks_on_node, self.collate, self.weight = ranks_on_node, collate, weight
+        self.ranks_on_node, self.collate, self.weight, self.takes_own = ranks_on_node, collate, weight, True
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.log_once = cache(log.info)  # what each pass over the data would log again
         self._parts: dict[tuple[int, bool], Iterable[Any]] = {}  # this rank's, by iterable and whether it trains
@@ -121,7 +124,7 @@ class Loader:
         batches = 0  # not known
         if isinstance(source, Samples):
             first, last = near_equal(sum(source.counts), self.rank, self.split.world)
-            batches = -(-(last - first) // self.split.micro)
+            batches = -(-(last - first) // self._size(source))
             parts = partial(self._stored, source)
             micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
         else:
@@ -211,7 +214,13 @@ class Loader:
 
     def _stored(self, source: Samples) -> Iterator[list[Ref]]:
         refs = walk(source.counts, self.rank, self.split.world)
-        return iter(lambda: list(itertools.islice(refs, self.split.micro)), [])
+        size = self._size(source)
+        return iter(lambda: list(itertools.islice(refs, size)), [])
+
+    def _size(self, source: Samples) -> int:
+        """Return the samples of a micro-batch of validation."""
+        own = getattr(getattr(source.reader, "dataset", None), "validation_batch", None)
+        return own if own and self.takes_own else self.split.micro
 
     def _replay(self, source: Stream | Iterable[Any], endless: bool) -> Generator[Micro]:
         own = self._own(source, endless)

@@ -37,6 +37,7 @@ from trainer.errors import (
     printable,
 )
 from trainer.log import log
+from trainer.process.environment import Place
 from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, mix_each, seed_all
 
 EPOCH = attrgetter("epoch")
@@ -190,6 +191,28 @@ class MapReader:
 
     def close(self) -> None:
         """Do nothing: the dataset belongs to the recipe."""
+
+
+def in_turns(place: Place, each: Callable[[Any], list[Any]], call: Callable[[], Any]) -> Any:
+    """Call in turns: rank 0, which prepares shared files; one rank of each other node; all others. A collective.
+
+    Args:
+        each: Returns on every rank the values of all ranks.
+    """
+    turn = 2 if place.local_rank else 1 if place.rank else 0
+    for _ in range(turn):
+        each(None)
+    found = call()
+    for _ in range(turn, 2):
+        each(None)
+    return found
+
+
+def prepare_files(recipe: Any, seed: int, here: bool) -> None:
+    """Call the recipe's `prepare_files`, if it has one."""
+    if hasattr(recipe, "prepare_files"):
+        seed_all(mix(seed, RECIPE_DATA))
+        recipe.prepare_files(here)
 
 
 def open_source(

@@ -31,6 +31,7 @@ class Inference:
 
     Args:
         micro: Samples of one forward pass on one rank.
+        asked: `micro` goes before a data set's `validation_batch`.
         replicas: The ranks whose buffers become those of the first; None: this rank's stay.
         lockstep: Every forward pass needs all ranks.
         data_rank, data_world: Of this rank among those that read different samples.
@@ -46,6 +47,7 @@ class Inference:
         *,
         micro: int,
         seed: int,
+        asked: bool = False,
         replicas: ProcessGroup | None = None,
         lockstep: bool = False,
         data_rank: int = 0,
@@ -54,7 +56,7 @@ class Inference:
     ) -> None:
         self.recipe, self.ranks, self.precision, self.data = recipe, ranks, precision, data
         self.micro, self.seed, self.replicas, self.lockstep = micro, seed, replicas, lockstep
-        self.data_rank, self.data_world, self.beat = data_rank, data_world, beat
+        self.data_rank, self.data_world, self.beat, self.asked = data_rank, data_world, beat, asked
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective.
@@ -154,4 +156,5 @@ class Inference:
             device=self.ranks.device, ranks_on_node=self.ranks.place.local_world,
             collate=getattr(self.recipe, "collate", default_collate), weight=weight,
         )  # fmt: skip
+        loader.takes_own = not self.asked
         return source, loader

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.comm.device import count_gpus
 from trainer.comm.ranks import Ranks
+from trainer.data.source import in_turns, prepare_files
 from trainer.errors import ConfigError, require
 from trainer.interactive.inference import Inference
 from trainer.interactive.predictions import Predictions
@@ -102,11 +103,14 @@ def opened(request: Request) -> Iterator[tuple[Inference, nn.Module]]:
         precision = Precision(
             options.precision, ranks.device, options.deterministic, ranks.each, options.master_weights
         )
+        in_turns(
+            ranks.place, ranks.each, lambda: prepare_files(made["recipe"], options.seed, ranks.place.local_rank == 0)
+        )
         model = precision.convert(whole_model(path, manifest, made, request.key).to(ranks.device))
         yield Inference(
             made["recipe"], ranks, precision, made["data"],
             micro=request.micro_batch or manifest.get("settings", {}).get("micro_batch") or 1,
-            seed=options.seed, data_rank=ranks.rank, data_world=ranks.world,
+            asked=request.micro_batch is not None, seed=options.seed, data_rank=ranks.rank, data_world=ranks.world,
         ), model  # fmt: skip
         ranks.leave()
     finally:
