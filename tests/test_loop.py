@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.context import Command, Job
+from trainer.context import Command, RunArguments
 from trainer.loop import Loop
 from trainer.process.environment import Place
 from trainer.setup import build, open_run
@@ -42,7 +42,7 @@ def fit(steps: int, run: str, resume: str | None = None) -> Loop:
         checkpoint=CheckpointOptions(every_steps=2),
     )  # fmt: skip
     data, command = DataOptions(workers=0), Command()
-    job = Job(Linear(), {}, sgd, None, 2, None, None, options, data, Place(), "run", command)
+    job = RunArguments(Linear(), {}, sgd, None, 2, None, None, options, data, Place(), "run", command)
     with ExitStack() as refused:
         context, plan = open_run(job, refused)
         loop = Loop(context, build(context, plan, sgd))

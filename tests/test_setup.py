@@ -13,7 +13,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.config.options import DataOptions, Options
-from trainer.context import Command, Job
+from trainer.context import Command, RunArguments
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.setup import build, open_run
@@ -21,8 +21,8 @@ from trainer.setup import build, open_run
 pytestmark = pytest.mark.usefixtures("in_folder")
 
 
-def job(recipe: Any, callbacks: dict[str, Callback] | None = None, **options: Any) -> Job:
-    return Job(
+def job(recipe: Any, callbacks: dict[str, Callback] | None = None, **options: Any) -> RunArguments:
+    return RunArguments(
         recipe, callbacks or {}, sgd, None, 12, None, None, Options(max_steps=2, run_dir="runs/r", **options),
         DataOptions(workers=0), Place(), "run", Command(),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def test_the_parts_are_built_in_the_order_of_docs_step():
         assert order == [
             "build_model False", "wrap_model False", "wrap_optimizer True", "wrap_forward_backward False",
         ]  # fmt: skip
-        assert parts.checkpointer.parts.keys() == {"interval", "scaler", "quarantine", "rates"}
+        assert parts.checkpointer.parts.keys() == {"interval", "scaler", "quarantine", "rates", "group_settings"}
         assert context.eval_model is context.global_model is context.module
 
 

@@ -1,7 +1,9 @@
 """What `Trainer` promises to who calls it from Python, and to recipes and callbacks that are unlike the usual."""
 
+import copy
 import json
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,3 +245,88 @@ def disagree(place: Place, key: str) -> str:
 def test_ranks_that_were_started_differently_are_told_so(key):
     for told in run_ranks(3, disagree, key):
         assert told.startswith(f"{key} is ") and "on rank 1; start all ranks with the same" in told
+
+
+class Uses(Callback):
+    """What a callback may ask the trainer for, and set on it."""
+
+    def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
+        trainer.shared = 1  # in set-up: other callbacks may read it
+        return model
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.metrics:
+            trainer.metrics = trainer.metrics | {"mine": 7.0 + trainer.shared}
+        if trainer.step == 1:
+            self.validated = trainer.validate()
+
+    def on_fit_end(self, trainer) -> None:
+        self.found = trainer.evaluate("val")
+
+
+def test_a_callback_evaluates_validates_and_adds_numbers_also_to_the_summary():
+    uses = Uses()
+    trainer = make(Toy(), {"uses": uses})
+    summary = trainer.fit()
+    assert summary["mine"] == 8.0 and uses.found["val/loss"] == pytest.approx(summary["val/loss"], rel=1e-6)
+    assert uses.validated is False and "module" in dir(trainer)
+    with pytest.raises(AttributeError, match=r"^'Trainer' object has no attribute 'nothing'$"):
+        print(trainer.nothing)
+    with pytest.raises(ConfigError, match=r"^trainer\.close: is a method, which can't be replaced"):
+        trainer.close = lambda: None
+
+
+class Named(Trainer):
+    def __init__(self, *args: Any, **named: Any) -> None:
+        self.tag = "mine"
+        super().__init__(*args, **named)
+
+
+def test_a_class_of_ones_own_has_attributes_before_the_run():
+    trainer = Named(Toy(), batch=12, options=Options(max_steps=1), place=Place(), data=DataOptions(workers=0))
+    trainer.fit()
+    assert trainer.tag == "mine" and trainer.step == 1
+
+
+@pytest.mark.parametrize("name", ["parameters", "optimizer", "batch"])
+def test_what_the_steps_would_not_see_is_refused(name):
+    class Replaces(Callback):
+        def on_step_end(self, trainer) -> None:
+            if trainer.step == 2:
+                setattr(trainer, name, copy.copy(getattr(trainer, name)) if name != "batch" else 24)
+
+    why = rf"^trainer\.{name} was set, and the steps use what set-up made; "
+    with pytest.raises(ConfigError, match=why):
+        make(Toy(), {"replaces": Replaces()}, Options(max_steps=4)).fit()
+
+
+def test_a_further_run_keeps_nothing_of_the_one_before():
+    seen: list[Any] = []
+
+    class Sees(Callback):
+        def on_fit_start(self, trainer) -> None:
+            seen.append([reference() for reference in self.before])
+
+    sees = Sees()
+    sees.before = []
+    trainer = make(Toy(), {"sees": sees})
+    trainer.fit()
+    sees.before = [weakref.ref(trainer.module), weakref.ref(trainer.optimizer)]
+    trainer.fit(max_steps=4)
+    assert seen == [[], [None, None]] and trainer.step == 4
+
+
+def test_a_parameter_that_is_unfrozen_after_the_optimizer_was_made_is_refused():
+    class Frozen(Toy):
+        def model(self) -> nn.Module:
+            model = super().model()
+            model.first.requires_grad_(False)
+            return model
+
+    class Unfreezes(Callback):
+        def wrap_forward_backward(self, trainer, run: Any) -> Any:
+            trainer.module.first.requires_grad_(True)
+            return run
+
+    with pytest.raises(ConfigError, match=r"first\.weight: was unfrozen during the run, at step 1, and the optimizer"):
+        make(Frozen(), {"unfreezes": Unfreezes()}).fit()

@@ -276,6 +276,7 @@ class Checkpointer:
         with _of_its_kind(path, "model or optimizer"):
             if saved["identity"]["optimizer"] != self.model_identity()["optimizer"]:  # as accepted
                 del sections["optimizer"]
+                state.pop("group_settings", None)
             trainer.strategy.load(trainer.optimizer, sections)
         self.state.load_state_dict(state)
         for name, part in self.parts.items():

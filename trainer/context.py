@@ -92,7 +92,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunArguments:
     """The arguments of a run, as `Trainer` takes them, with their defaults."""
 
     recipe: Any
@@ -171,6 +171,9 @@ class Context:
     gathered: list[Gathered]  # what the ranks exchange at logged steps; may be added to
     agreement: Any  # `StepAgreement`
     summary: dict[str, Any]  # of the finished run, on rank 0
+    evaluate: Callable[..., dict[str, float]]  # as `Trainer.evaluate`
+    predict: Callable[..., Any]  # as `Trainer.predict`
+    validate: Callable[[], bool]  # validates now, and tells whether `keep_best` wants a checkpoint; a collective
     step: int = of("state.step")
     samples: int = of("state.samples")
     seconds: float = of("state.seconds")
@@ -179,9 +182,9 @@ class Context:
     best: dict[str, Any] = of("state.best")
     weight: int = of("agreement.weight")  # items of the step, over all ranks
 
-    def __init__(self, job: Job, plan: PlanProtocol, ranks: Ranks) -> None:
-        self.recipe, self.name, self.batch, self.options = job.recipe, job.name, job.batch, job.options
-        self.command, self.plan, self.ranks = job.command, plan, ranks
+    def __init__(self, given: RunArguments, plan: PlanProtocol, ranks: Ranks) -> None:
+        self.recipe, self.name, self.batch, self.options = given.recipe, given.name, given.batch, given.options
+        self.command, self.plan, self.ranks = given.command, plan, ranks
         self.state, self.undo = TrainingState(), ExitStack()
         self.rank, self.world, self.device = ranks.rank, ranks.world, ranks.device
         self.metrics, self.gathered, self.summary = {}, [], {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, product
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 from torch.optim import Optimizer
@@ -25,7 +25,7 @@ from trainer.log import stop_log
 from trainer.optim.made import refuse_state_elsewhere
 from trainer.optim.rates import RATE
 from trainer.parallel.attributes import copied, note_changes, owners, tensors_kept
-from trainer.parallel.frozen import TRAINS, changed, follow, followed, refuse_fixed, refuse_in_pass, refuse_unheld
+from trainer.parallel.frozen import TRAINS, changed, follow, refuse_fixed, refuse_in_pass, refuse_unheld
 from trainer.parallel.strategy import clip_values
 from trainer.parallel.torch_calls import stepper
 from trainer.parallel.warmup import buffers_kept
@@ -55,13 +55,12 @@ class Loop:
         self.strategy, self.optimizer, self.world = context.strategy, context.optimizer, context.world
         self.rates, self.passes, self.forward_backward = parts.rates, parts.passes, parts.forward_backward
         self.agreement = StepAgreement(context.ranks, context.state, parts.plan, context.strategy.data_world)
-        context.agreement = self.agreement
+        context.agreement, context.validate = self.agreement, self.validate
         self.clips = self.options.clip_norm is not None or self.options.clip_value is not None
-        self.followed = followed(context.module, self.world)
-        self.trains = list(map(TRAINS, self.followed))
+        self.followed, self.trains = parts.followed, parts.trained
         self.generators = generators_of(context.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
-        self.made = MADE(context)
+        self.made, self.known = MADE(context), KNOWN | vars(context).keys()  # hooks of set-up may have set some
         self.logged = True  # this step's numbers are measured
         self.compose()
 
@@ -277,13 +276,14 @@ class Loop:
         if agreed.sums is not None:  # passes of a callback's own have not waited for them
             agreed.wait()
         if self.logged:
-            context.metrics = context.last_metrics = self._measure()
+            context.metrics = self._measure()
             self._end_logged_step()
+            context.last_metrics = context.metrics
         else:
             context.metrics = {}
             for call in self.hooks[UNLOGGED]:
                 call(context)
-        if len(vars(context)) != self.attributes or MADE(context) != self.made:
+        if len(vars(context)) != self.attributes or any(map(is_not, MADE(context), self.made)):
             self._check_callbacks()
         if agreed.bad:
             assert plan.epoch_samples
@@ -369,7 +369,7 @@ class Loop:
         if not self.attributes and isinstance(self.optimizer, Optimizer):
             refuse_state_elsewhere(self.optimizer)
         replaced = [name for name, made in zip(FIXED, self.made, strict=True) if getattr(context, name) is not made]
-        refuse_attributes(names - KNOWN, replaced, KNOWN, context.callbacks)
+        refuse_attributes(names - self.known, replaced, self.known, context.callbacks)
         for (name, callback), hook in product(context.callbacks.items(), () if self.attributes else SAVED):
             if not type(callback).__module__.startswith("trainer."):
                 saved(name, callback, hook)

@@ -97,10 +97,11 @@ def train(
         end_failed: Called then, if the device has failed, to end the process: torch aborts when it frees pinned memory.
     """
     command = Command(
-        argv, spec, plain(flat(redact(config))), arithmetic(),
+        argv, spec, plain(flat(redact(config))), {},
         lambda run_dir: save_config(redact(config), run_dir), on_error, end_failed,
     )  # fmt: skip
     trainer = make_trainer(config, place=place, name=name, command=command)
+    command.machine.update(arithmetic())  # now that threads are bound and the device is chosen
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
     if trainer.world == 1 and not os.isatty(0):  # at a terminal somebody may be in a debugger
         stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path

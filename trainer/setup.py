@@ -17,7 +17,7 @@ from trainer.checkpointing import Checkpointer, claim, make_saver
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
-from trainer.context import Context, Job
+from trainer.context import Context, RunArguments
 from trainer.data.bad_samples import BadSamples, allowed
 from trainer.data.batch import Split, count_samples
 from trainer.data.loader import Loader
@@ -25,6 +25,7 @@ from trainer.data.source import size_of
 from trainer.files import remove_unused
 from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.hooks import Hooks
+from trainer.interactive import live
 from trainer.log import log, log_to_terminal
 from trainer.monitors import replica_check
 from trainer.monitors.named_losses import NamedLosses, combined
@@ -36,6 +37,7 @@ from trainer.optim.schedule import Constant
 from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
+from trainer.parallel.frozen import TRAINS, followed
 from trainer.parallel.state_fits import refuse_too_large
 from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
 from trainer.plan import Plan
@@ -70,32 +72,35 @@ class Components:
     passes: Accumulate
     forward_backward: ForwardBackward  # `passes`, wrapped by callbacks
     evaluator: Evaluator
+    followed: list[nn.Parameter]  # parameters that each step looks at, for user code that freezes
+    trained: list[bool]  # which of them the optimizer was made to train
 
 
-def open_run(job: Job, refused: ExitStack) -> tuple[Context, Plan]:
+def open_run(given: RunArguments, refused: ExitStack) -> tuple[Context, Plan]:
     """Connect the ranks, plan the run, and claim and make its folder.
 
     Args:
         refused: Undoes that, if the run is refused before it trains.
     """
-    options = job.options
-    ranks = Ranks(job.place, options.accelerator, options.backend, options.timeout_s)
+    options = given.options
+    ranks = Ranks(given.place, options.accelerator, options.backend, options.timeout_s)
     log_to_terminal(ranks.rank)
     refused.callback(ranks.close)  # so that peers that wait for this rank get an error
     precision = Precision(options.precision, ranks.device, options.deterministic, ranks.each, options.master_weights)
     plan = Plan(
-        job.recipe, job.callbacks, job.schedule or Constant(), settings=job.command.settings, batch=job.batch,
-        micro_batch=job.micro_batch, accumulate=job.accumulate, data=job.data, place=job.place, each=ranks.each,
-        options=options.with_precision(precision.label), spec=job.command.spec,
+        given.recipe, given.callbacks, given.schedule or Constant(), settings=given.command.settings, batch=given.batch,
+        micro_batch=given.micro_batch, accumulate=given.accumulate, data=given.data, place=given.place, each=ranks.each,
+        options=options.with_precision(precision.label), spec=given.command.spec,
     )  # fmt: skip
-    trainer = Context(job, plan, ranks)
+    trainer = Context(given, plan, ranks)
     trainer.precision, trainer.scaler, trainer.callbacks = precision, precision.scaler, plan.callbacks
     refused.callback(remove_unused)
-    _claim_folder(trainer, plan, refused)
+    _open_folder(trainer, plan, refused)
     refused.push(partial(report_error, trainer))
     refused.callback(trainer.saver.close)
     refused.enter_context(trainer.undo)
     bind_to_cores(ranks, options.affinity)  # before data workers fork
+    trainer.evaluate, trainer.predict = partial(live.evaluate, trainer), partial(live.predict, trainer)
     trainer.hooks = Hooks(plan.callbacks, ranks.world)
     if ranks.world > 1 and options.check_replicas_every:
         for hook in ("on_step_end", UNLOGGED):
@@ -103,7 +108,8 @@ def open_run(job: Job, refused: ExitStack) -> tuple[Context, Plan]:
     return trainer, plan
 
 
-def _claim_folder(trainer: Context, plan: Plan, refused: ExitStack) -> None:
+def _open_folder(trainer: Context, plan: Plan, refused: ExitStack) -> None:
+    """Make the run's folder and claim it, start the log in it, and make what writes there."""
     run_dir = None if trainer.rank else make_run_dir(plan, trainer.name)
     folder, trainer.ended = trainer.ranks.first(run_dir and [str(run_dir), nothing_left(plan, run_dir)])
     trainer.run_dir = Path(folder)
@@ -142,20 +148,22 @@ def build(trainer: Context, plan: Plan, optimizer: MakeOptimizer) -> Components:
     _refuse_sparse(trainer, made)
     made = trainer.precision.wrap_optimizer(made, trainer.module, options.seed, lambda: trainer.step)
     trainer.optimizer = hooks.wrap("wrap_optimizer", trainer, made)
+    watched = followed(trainer.module, trainer.world)
+    trains = list(map(TRAINS, watched))
     _refuse_too_large(trainer)
     rates = Rates(plan.rate, trainer.optimizer, resumed=bool(plan.resumed))
     settings = GroupSettings(trainer.optimizer)
     checkpointer.parts.update(scaler=trainer.scaler, quarantine=quarantine, rates=rates, group_settings=settings)
     passes = Accumulate(trainer.loss, trainer.strategy, trainer.scaler)
     forward_backward = hooks.wrap("wrap_forward_backward", trainer, passes)
-    evaluator = _open_loader(trainer, plan)
+    evaluator = _open_data(trainer, plan)
     if plan.resumed:
         checkpointer.refuse_other_model(plan.resumed)
     check_rates(trainer.recipe)
     try_summary(trainer.recipe, trainer.rank, trainer.ranks.each)
     if plan.validation is not None:
         evaluator.try_out(plan.watched, trainer.eval_model)
-    return Components(plan, checkpointer, quarantine, rates, passes, forward_backward, evaluator)
+    return Components(plan, checkpointer, quarantine, rates, passes, forward_backward, evaluator, watched, trains)
 
 
 def build_module(trainer: Context, optimizer: MakeOptimizer) -> ParameterRules:
@@ -230,7 +238,7 @@ def _refuse_too_large(trainer: Context) -> None:
     )  # fmt: skip
 
 
-def _open_loader(trainer: Context, plan: Plan) -> Evaluator:
+def _open_data(trainer: Context, plan: Plan) -> Evaluator:
     """Open the data; return what validates on it."""
     strategy, options, ranks = trainer.strategy, trainer.options, trainer.ranks
     trainer.loader = Loader(

@@ -1,5 +1,6 @@
 """The trainer, as Python programs use it."""
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from trainer.callback import Callback
 from trainer.checkpoint import locate
 from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
-from trainer.context import Command, Context, Job
+from trainer.context import Command, Context, RunArguments
 from trainer.errors import ConfigError
 from trainer.interactive import live
 from trainer.interactive.dry_run import DryFolder
@@ -27,7 +28,7 @@ from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, detect
 from trainer.setup import build, open_run
 
-OWN = {"dry", "given", "job", "loop", "places"}  # attributes of a Trainer; all others are its run's
+OWN = {"dry", "given", "arguments", "loop", "places"}  # attributes of a Trainer; all others are its run's
 
 
 class Trainer:
@@ -67,7 +68,7 @@ class Trainer:
         named = by_name(callbacks)
         self.dry = DryFolder(options or Options(), named)
         options = self.dry.options
-        self.job = Job(
+        self.arguments = RunArguments(
             recipe, self.dry.callbacks, optimizer, schedule, batch, micro_batch, accumulate, options,
             data or DataOptions(), place or detect(os.environ, options.devices, options.nodes), name,
             command or Command(),
@@ -76,7 +77,7 @@ class Trainer:
         own = [callback for callback in named.values() if type(callback).__module__.startswith("trainer.")]
         self.given = [(callback, deepcopy(vars(callback))) for callback in own]
         try:
-            self.loop = start(self.job)
+            self.loop = start(self.arguments)
         except BaseException:
             self.dry.close()
             raise
@@ -100,7 +101,9 @@ class Trainer:
             for callback, attributes in self.given:
                 vars(callback).clear()
                 vars(callback).update(deepcopy(attributes))
-            self.loop = start(replace(self.job, options=options, command=replace(self.job.command, spec=None)))
+            command = replace(self.arguments.command, spec=None)
+            self.loop = start(replace(self.arguments, options=options, command=command))
+            gc.collect()  # the run before is a circle of references, and has the weights of its model
         elif max_steps is not None or max_epochs is not None:
             raise ConfigError("fit: limits are for a further fit; give the first ones as Options(max_steps=N)")
         summary = self.loop.fit()
@@ -122,23 +125,33 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the run, such as `module`, `step` or `best`."""
-        if name in OWN:  # not made yet
-            raise AttributeError(name)
+        if name in OWN or not hasattr(self.loop.context, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.loop.context, name)
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *dir(self.loop.context)]
+
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the run, which refuses those that it does not have at the next step."""
-        object.__setattr__(self if name in OWN else self.loop.context, name, value)
+        """Set an attribute of the run, which refuses at the next step those that it does not have.
+
+        Raises:
+            ConfigError: It is a method's name.
+        """
+        if callable(getattr(Trainer, name, None)):
+            raise ConfigError(f"trainer.{name}: is a method, which can't be replaced; define it in a class of your own")
+        own = name in OWN or "loop" not in vars(self)  # a subclass may have attributes before
+        object.__setattr__(self if own else self.loop.context, name, value)
 
     def __repr__(self) -> str:
         return called(self, "name", "batch", "step", "world")
 
 
-def start(job: Job) -> Loop:
+def start(given: RunArguments) -> Loop:
     """Build a run. If it is refused, its folder, claim, log and process groups are undone."""
     with ExitStack() as refused:
-        context, plan = open_run(job, refused)
-        loop = Loop(context, build(context, plan, job.optimizer))
+        context, plan = open_run(given, refused)
+        loop = Loop(context, build(context, plan, given.optimizer))
         refused.pop_all()
     return loop
 

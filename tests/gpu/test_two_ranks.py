@@ -185,7 +185,7 @@ def beside_bare_ddp(place: Place) -> bool:
                 checkpoint=CheckpointOptions(every_steps=None), log_every_steps=1,
             ),
         )  # fmt: skip
-        close, trainer.close = trainer.close, lambda: None  # the bare loop uses its groups
+        close, trainer.loop.close = trainer.loop.close, lambda: None  # the bare loop uses its groups
         trainer.fit()
         trainer.strategy.unwrap()
         torch.manual_seed(trainer.options.seed)

@@ -68,6 +68,8 @@ class Breaks(Callback):
             trainer.optimizer.param_groups[0]["params"] = []
         if trainer.step == 3 and self.how == "group":
             del trainer.optimizer.param_groups[0]
+        if trainer.step == 2 and self.how == "added":
+            trainer.optimizer.add_param_group({"params": []})
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,18 @@ class Breaks(Callback):
         ("layer", r"^optimizer: trains 2 parameters that the model has no more, "),
         ("params", r"^optimizer: keeps state of parameters that it trains no more; "),
         ("group", r"^optimizer: a group was added or removed before step 4, "),
+        ("added", r"^optimizer: a group was added or removed before this checkpoint, "),
     ],
 )
 def test_other_parameters_during_a_run_are_refused(how, why, in_folder):
     with pytest.raises(ConfigError, match=why) as caught:
         make(callbacks={"breaks": Breaks(how)}, max_steps=6).fit()
     assert not isinstance(caught.value, Damaged)
+
+
+def test_another_optimizer_that_a_resume_accepts_has_its_own_settings(in_folder):
+    make(callbacks={"changes": Changes(momentum=0.9, weight_decay=0.5)}, max_steps=4).fit()
+    adam = lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.25)  # noqa: E731
+    again = make(optimizer=adam, max_steps=6, resume="auto", accept=["optimizer"])
+    again.fit()
+    assert again.step == 6 and again.optimizer.param_groups[0]["weight_decay"] == 0.25

@@ -161,7 +161,7 @@ def test_the_command_sets_what_cublas_reads_once_before_any_rank_starts(monkeypa
 @pytest.mark.slow
 def test_deterministic_is_all_that_torch_has_for_it():
     code = (
-        "import os, sys, torch; from trainer.trainer import Precision\n"
+        "import os, sys, torch; from trainer.precision import Precision\n"
         "torch.backends.cudnn.benchmark = True\n"
         "def tell(): print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark,\n"
         "                  os.environ.get('CUBLAS_WORKSPACE_CONFIG'), torch.empty(99).isnan().all().item())\n"

@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainer.optim.probe import GROUP, steps_of
+from trainer.optim.rates import other_groups
 
 ELSEWHERE = ("params", "lr", "initial_lr")  # `Rates` follows the rates
 
@@ -30,10 +31,17 @@ class GroupSettings:
         ]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return for each group the settings that differ from those it was made with; empty if none does."""
+        """Return for each group the settings that differ from those it was made with; empty if none does.
+
+        Raises:
+            ConfigError: There are more groups, or fewer.
+        """
+        settings = self._settings()
+        if len(settings) != len(self.made):
+            raise other_groups("before this checkpoint")
         changed = [
             {name: value for name, value in now.items() if name in made and value != made[name]}
-            for made, now in zip(self.made, self._settings(), strict=True)
+            for made, now in zip(self.made, settings, strict=True)
         ]
         return changed if any(changed) else []
 

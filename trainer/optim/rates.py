@@ -50,10 +50,7 @@ class Rates:
 
     def _follow(self, step: int, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(self.peaks):
-            raise ConfigError(
-                f"optimizer: a group was added or removed before step {step + 1}, and a resume would not know of it; "
-                "put all parameters into groups at the start, where they may be frozen"
-            )
+            raise other_groups(f"before step {step + 1}")
         for i, (group, given) in enumerate(zip(groups, self.given, strict=True)):
             if group["lr"] == given:
                 continue
@@ -63,3 +60,11 @@ class Rates:
                     "the schedule sets the rate at each step; use a schedule alone, or schedule=constant"
                 )
             self.peaks[i], self.by_hand = self.peaks[i] * group["lr"] / given if given else group["lr"], True
+
+
+def other_groups(when: str) -> ConfigError:
+    """Return the error of user code that has added or removed a group during the run."""
+    return ConfigError(
+        f"optimizer: a group was added or removed {when}, and a resume would not know of it; put all parameters into "
+        "groups at the start, where they may be frozen"
+    )
