@@ -22,17 +22,27 @@ def sweep(run_dir: Path, attempt: int) -> None:
     put_back(run_dir, attempt)
     trash = [path for path in run_dir.glob(".trash-*") if TRASH.fullmatch(path.name)]
     for path in (*_left(run_dir, STAGED, attempt), *_left(run_dir, REPLACED, attempt), *trash):
-        if REPLACED.fullmatch(path.name) and others_in(path):
-            os.rename(path, path.with_name(f".abandoned-{path.name.split('-', 1)[1]}-{os.urandom(4).hex()}"))
-        else:
+        if REPLACED.fullmatch(path.name):
+            with suppress(OSError):  # it can't be read now: the next sweep tries again
+                kind = ".abandoned" if others_in(path) else ".trash"
+                step = path.name.removeprefix(".old-").rpartition("-")[0]
+                renamed = path.with_name(f"{kind}-{step}-{os.urandom(4).hex()}")
+                os.rename(path, renamed)  # as trash it needs no manifest, which may be deleted first
+                path = renamed
+        if not path.name.startswith((".old-", ".abandoned-")):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def others_in(checkpoint: Path) -> list[str]:
-    """Return the files in a checkpoint that its manifest does not name. A manifest that is damaged names none."""
+    """Return the files in a checkpoint that its manifest does not name. A manifest that is damaged names none.
+
+    Raises:
+        OSError: The manifest can't be read.
+    """
+    content = (checkpoint / MANIFEST).read_bytes()
     try:
-        named = set(json.loads((checkpoint / MANIFEST).read_bytes())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        named = set(json.loads(content)["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         named = set()
     return sorted(set(os.listdir(checkpoint)) - {MANIFEST, *named})
 
