@@ -251,7 +251,7 @@ class Checkpointer:
         if saved["model"] != own["model"]:
             raise ConfigError(
                 f"trainer.resume={path}: is a checkpoint of another model (names, shapes or dtypes of weights differ); "
-                "set recipe.* and trainer.master_weights back, or start anew with trainer.resume=null"
+                "set recipe.* and trainer.master_weights back, or start a new run with trainer.resume=null"
             )
         refuse_differences(saved, {"optimizer": own["optimizer"]}, self.trainer.options.accept)
 

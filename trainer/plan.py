@@ -137,7 +137,7 @@ class Plan:
     def _set_intervals(self) -> None:
         """Set the steps and seconds between validations and between checkpoints; infinity means never.
 
-        With `trainer.checkpoint.every=auto`, `Checkpointer` sets `save_s` anew after each checkpoint.
+        With `trainer.checkpoint.every=auto`, `Checkpointer` updates `save_s` after each checkpoint.
         """
         options = self.options
         key, given = "trainer.validate_every", options.validate_every

@@ -285,7 +285,7 @@ def test_another_models_optimizer_state_is_refused() -> None:
 
 def test_an_optimizer_of_something_else_is_refused() -> None:
     net, _ = built("adamw", "cpu", torch.float32)
-    with pytest.raises(ConfigError, match="^optimizer: trains 1 parameters that the model has no more"):
+    with pytest.raises(ConfigError, match=r"^optimizer: trains 1 parameters that the model has no more"):
         optimizer_state(SGD([nn.Parameter(torch.ones(1))], lr=1), net)
 
 

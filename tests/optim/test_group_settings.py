@@ -1,5 +1,6 @@
 """Settings of groups that user code changes during a run hold after a resume, as in a run that was not interrupted."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_other_parameters_during_a_run_are_refused(how, why, in_folder):
 
 def test_another_optimizer_that_a_resume_accepts_has_its_own_settings(in_folder):
     make(callbacks={"changes": Changes(momentum=0.9, weight_decay=0.5)}, max_steps=4).fit()
-    adam = lambda groups: torch.optim.AdamW(groups, lr=0.01, weight_decay=0.25)  # noqa: E731
+    adam = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.25)
     again = make(optimizer=adam, max_steps=6, resume="auto", accept=["optimizer"])
     again.fit()
     assert again.step == 6 and again.optimizer.param_groups[0]["weight_decay"] == 0.25

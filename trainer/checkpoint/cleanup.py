@@ -20,28 +20,27 @@ TRASH = re.compile(r"\.trash-step-\d{8,}-[0-9a-f]+")
 def sweep(run_dir: Path, attempt: int) -> None:
     """Delete the leftovers of attempts up to this one, and trash; a later attempt may still be at work."""
     put_back(run_dir, attempt)
+    for old in _left(run_dir, REPLACED, attempt):
+        with suppress(OSError):  # it can't be read now: the next sweep tries again
+            kind, step = ".abandoned" if others_in(old) else ".trash", old.name.split("-", 1)[1].rpartition("-")[0]
+            os.rename(old, run_dir / f"{kind}-{step}-{os.urandom(4).hex()}")
     trash = [path for path in run_dir.glob(".trash-*") if TRASH.fullmatch(path.name)]
-    for path in (*_left(run_dir, STAGED, attempt), *_left(run_dir, REPLACED, attempt), *trash):
-        if REPLACED.fullmatch(path.name):
-            with suppress(OSError):  # it can't be read now: the next sweep tries again
-                kind = ".abandoned" if others_in(path) else ".trash"
-                step = path.name.removeprefix(".old-").rpartition("-")[0]
-                renamed = path.with_name(f"{kind}-{step}-{os.urandom(4).hex()}")
-                os.rename(path, renamed)  # as trash it needs no manifest, which may be deleted first
-                path = renamed
-        if not path.name.startswith((".old-", ".abandoned-")):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in (*_left(run_dir, STAGED, attempt), *trash):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def others_in(checkpoint: Path) -> list[str]:
     """Return the files in a checkpoint that its manifest does not name. A manifest that is damaged names none.
 
+    A checkpoint without a manifest was being deleted, so it has no others.
+
     Raises:
         OSError: The manifest can't be read.
     """
-    content = (checkpoint / MANIFEST).read_bytes()
     try:
-        named = set(json.loads(content)["files"])
+        named = set(json.loads((checkpoint / MANIFEST).read_bytes())["files"])
+    except FileNotFoundError:
+        return []
     except (ValueError, KeyError, TypeError, RecursionError):
         named = set()
     return sorted(set(os.listdir(checkpoint)) - {MANIFEST, *named})
