@@ -20,8 +20,8 @@ from trainer.log import log
 from trainer.monitors.media import check_media
 from trainer.monitors.metric_objects import MetricObjects, kept, modules_in, parts_of
 from trainer.monitors.named_losses import further, mean_of
+from trainer.parallel.modes import evaluating
 from trainer.parallel.strategy import OutputElsewhere
-from trainer.parallel.trial import evaluating
 from trainer.precision import Precision
 from trainer.recipe_checks import METRICS, check_loss, check_metrics, refusal
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from toy_recipe import Net, Toy
 
-from trainer.parallel.trial import Stretches, evaluating, try_whole
+from trainer.parallel.modes import evaluating
+from trainer.parallel.trial import Stretches, try_whole
 
 CPU = torch.device("cpu")
 

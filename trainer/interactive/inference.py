@@ -20,7 +20,7 @@ from trainer.data.torch_loader import refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.interactive.predictions import Predictions, rows_of
 from trainer.log import log
-from trainer.parallel.trial import evaluating
+from trainer.parallel.modes import evaluating
 from trainer.precision import Precision
 from trainer.recipe_checks import weight_of
 from trainer.validation import Evaluator

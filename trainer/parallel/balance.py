@@ -1,4 +1,4 @@
-"""Cuts a row of blocks into stages, so that the costliest costs least, and a row of parameters into even parts."""
+"""Cuts a row of blocks into stages, so that the costliest costs least."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -51,13 +51,3 @@ def balance(
         return (sums[stop] - sums[start] + extra) * slow[stage]
 
     return best_cut(len(costs), len(slow), cost)
-
-
-def evenly(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide a row of parameters into at most `count` parts of about as many elements; return the indices of each."""
-    parts: list[list[int]] = [[] for _ in range(count)]
-    total, before = sum(sizes), 0
-    for index, size in enumerate(sizes):
-        parts[min(before * count // total, count - 1)].append(index)  # a parameter without elements may be last
-        before += size
-    return [part for part in parts if part]

@@ -22,10 +22,11 @@ from trainer.comm.reduce import Reduce
 from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
 from trainer.forward_backward import weigh_loss
+from trainer.parallel.absent import Absent
+from trainer.parallel.modes import evaluating
 from trainer.parallel.reducer import Reducer
-from trainer.parallel.stages import KEY, Absent, Gates, Layout, homes, padded
+from trainer.parallel.stages import KEY, Gates, Layout, homes, padded
 from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
-from trainer.parallel.trial import evaluating
 from trainer.recipe_checks import CheckedLoss
 from trainer.rng import PIPELINE, generators_of, mix
 

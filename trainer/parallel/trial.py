@@ -1,8 +1,7 @@
 """Runs a model in one piece before it is cut: time and bytes of each block, and the loss that the stages must give."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from trainer.log import log
+from trainer.parallel.modes import evaluating, training
 from trainer.parallel.warmup import buffers_kept, wait
 
 PASSES = 3  # of which the fastest counts, after one that warms up
@@ -141,28 +141,3 @@ def try_whole(
         stretches.close()
     best = min(trials[1:], key=lambda trial: trial.total)
     return best._replace(saved=stretches.saved, stream=stretches.stream)
-
-
-@contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """Set the model to training if it is in eval as a whole, as a run does, and each module back at the end."""
-    modes = [(module, module.training) for module in model.modules()]
-    if not model.training:
-        model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to eval, and each module back at the end: a recipe may keep some in eval."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -14,7 +14,7 @@ from trainer.comm.codecs.base import Residuals
 from trainer.comm.reduce import Background, Reduce
 from trainer.context import Context
 from trainer.errors import ConfigError
-from trainer.parallel.balance import evenly
+from trainer.parallel.evenly import evenly
 
 
 @dataclass

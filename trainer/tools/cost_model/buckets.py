@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.parallel.balance import evenly
+from trainer.parallel.evenly import evenly
 from trainer.tools.cost_model.messages import Shapes
 from trainer.tools.cost_model.setup import Setup
 
