@@ -50,7 +50,7 @@ TRANSFORMERS = (
 )  # fmt: skip
 EXPENSIVE = (  # beginnings of files; those of a tuple share what is expensive
     SOURCES, LIGHTNING, MONAI, TRANSFORMERS, "tests/callbacks/test_compile", "tests/test_contract.py",
-    "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py", "tests/test_recipe_checks_runs.py",
+    "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py", "tests/checks/test_recipe_runs.py",
     "tests/callbacks/onebit_adam/test_callback.py", "tests/callbacks/shard/test_callback.py", "tests/docs/test_site.py",
     "tests/launch/test_slurm.py", "tests/monitors/test_comm_monitor.py", "tests/optim/test_groups_sharded.py",
     "tests/launch/test_launcher.py", "tests/test_main.py", "tests/tools/report/test_page_browser.py",

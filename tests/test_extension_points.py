@@ -21,8 +21,8 @@ from trainer.context import Context
 from trainer.data.bad_samples import Bad
 from trainer.data.batch import Micro, Split, Step
 from trainer.errors import ConfigError
-from trainer.forward_backward import ForwardBackward
 from trainer.parallel.ddp import DDP
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 from trainer.precision import Precision
 from trainer.process.environment import Place

@@ -169,7 +169,7 @@ def test_the_rank_that_failed_first(where, folder):
     assert re.match(r"rank \d: (SampleFault: sample \d+: )?KeyError: 'mine'$", summary(folder)["error"])
     if where == "loss 1":
         assert {"mine.py", "session.py"} <= files((folder / "runs/r/logs/rank1.log").read_text())
-        assert r"/trainer/recipe_checks.py\"" in (folder / "runs/r/logs/events.jsonl").read_text()
+        assert r"/trainer/checks/recipe.py\"" in (folder / "runs/r/logs/events.jsonl").read_text()
 
 
 def test_under_a_launcher_that_shows_no_errors(folder):

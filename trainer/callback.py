@@ -14,7 +14,7 @@ from trainer.annotated import called, check_arguments
 from trainer.comm.reduce import Reduce
 from trainer.context import Context
 from trainer.data.batch import Split, Step
-from trainer.forward_backward import ForwardBackward
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 
 OWN = re.compile(r"trainer\.(?:callbacks|monitors)\.(\w+)")

@@ -14,7 +14,6 @@ from torch.nn.utils import get_total_norm
 from trainer import timeouts
 from trainer.annotated import fits
 from trainer.callback import Role, overrides
-from trainer.callback_checks import saved
 from trainer.checkpoint import fence, retention
 from trainer.checkpoint.compare import differences, plain
 from trainer.checkpoint.direction import warn_of_direction
@@ -24,6 +23,7 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.parts import is_part_section, open_parts, read_all
 from trainer.checkpoint.saver import Saver, State
 from trainer.checkpoint.serialize import is_rank_section, load_sections, load_state, optimizer_state, rank_section
+from trainer.checks.callback import saved
 from trainer.comm.phases import Phase, during
 from trainer.context import Context
 from trainer.errors import NOT_FINITE, ConfigError, printable

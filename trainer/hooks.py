@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.callback import HOOKS, UNLOGGED, Callback, overrides
-from trainer.callback_checks import owner, refuse_other_value
+from trainer.checks.callback import owner, refuse_other_value
 from trainer.comm.phases import Phase, during
 from trainer.context import Context
 from trainer.log import log

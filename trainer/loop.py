@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from trainer.agreement import StepAgreement
 from trainer.callback import UNLOGGED, Role
-from trainer.callback_checks import SAVED, numbers_only, refuse_attributes, refuse_endless, saved
 from trainer.checkpoint.pretrained import load_weights
+from trainer.checks.callback import SAVED, numbers_only, refuse_attributes, refuse_endless, saved
 from trainer.comm.phases import Phase, during, marker, running
 from trainer.context import FIXED, KNOWN, Context
 from trainer.data.batch import Micro, Split, Step

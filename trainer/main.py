@@ -242,8 +242,8 @@ def run(config: dict[str, Any], recipe: str, argv: list[str], messages: Sequence
     Args:
         messages: Lines for the log, each with its level.
     """
-    from trainer.batch import split_batch
     from trainer.comm.nccl import NCCLOptions, applied
+    from trainer.config.batch import split_batch
     from trainer.config.build import build_options
     from trainer.config.options import Options
 

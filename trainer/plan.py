@@ -9,15 +9,16 @@ from types import MappingProxyType
 from typing import Any
 
 from trainer.annotated import called, checked, fits
-from trainer.batch import split_batch
 from trainer.callback import Callback, Role, overrides
-from trainer.callback_checks import refuse_no_callback, refuse_other_hooks
 from trainer.checkpoint import locate
 from trainer.checkpoint.interval import FIRST
 from trainer.checkpoint.manifest import see, verify
 from trainer.checkpoint.pretrained import weights_files
 from trainer.checkpoint.retention import parse_best
+from trainer.checks.callback import refuse_no_callback, refuse_other_hooks
+from trainer.checks.recipe import refuse_other_parameters
 from trainer.composition import arrange
+from trainer.config.batch import split_batch
 from trainer.config.duration import Duration, Periods
 from trainer.config.options import DataOptions, Options
 from trainer.data.limit import FirstOf, first_batches, first_validation
@@ -27,7 +28,6 @@ from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
-from trainer.recipe_checks import refuse_other_parameters
 
 OBSERVERS = ("trainer.monitors.", "trainer.callbacks.early_stop.")  # beginnings of targets
 PASS = "epoch_samples"  # of batches; a rank's own iterable may have another number than rank 0's

@@ -14,6 +14,17 @@ from torch.utils.data import default_collate
 
 from trainer.callback import UNLOGGED, Role
 from trainer.checkpointing import Checkpointer, claim, make_saver
+from trainer.checks.recipe import (
+    CheckedLoss,
+    build_model,
+    check_rates,
+    parameters_elsewhere,
+    refuse_complex,
+    refuse_no_tensors,
+    refuse_untrained,
+    try_summary,
+    weight_of,
+)
 from trainer.comm.affinity import bind_to_cores
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import AllReduce
@@ -23,7 +34,6 @@ from trainer.data.batch import Split, count_samples
 from trainer.data.loader import Loader
 from trainer.data.source import size_of
 from trainer.files import remove_unused
-from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.hooks import Hooks
 from trainer.interactive import live
 from trainer.log import log, log_to_terminal
@@ -37,23 +47,13 @@ from trainer.optim.schedule import Constant
 from trainer.parallel import sparse
 from trainer.parallel.batch_norm import across_ranks
 from trainer.parallel.ddp import DDP
+from trainer.parallel.forward_backward import Accumulate, ForwardBackward
 from trainer.parallel.frozen import TRAINS, followed
 from trainer.parallel.state_fits import refuse_too_large
 from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
 from trainer.plan import Plan
 from trainer.precision import Precision
 from trainer.process.heartbeat import Heartbeat
-from trainer.recipe_checks import (
-    CheckedLoss,
-    build_model,
-    check_rates,
-    parameters_elsewhere,
-    refuse_complex,
-    refuse_no_tensors,
-    refuse_untrained,
-    try_summary,
-    weight_of,
-)
 from trainer.run_dir import make_run_dir, nothing_left, start_log
 from trainer.summary import report_error
 from trainer.validation import Evaluator

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.callback_checks import owner
 from trainer.checkpoint.locate import folder, step_of
 from trainer.checkpoint.pretrained import load_weights
+from trainer.checks.callback import owner
+from trainer.checks.recipe import call_summary
 from trainer.comm.device import has_failed
 from trainer.comm.ranks import in_collective
 from trainer.context import Context
@@ -24,7 +25,6 @@ from trainer.parallel.meta import on_host
 from trainer.process.calling import echelon
 from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import detect
-from trainer.recipe_checks import call_summary
 from trainer.redact import HIDDEN
 from trainer.run_dir import versions
 

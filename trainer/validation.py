@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import DistError, ProcessGroup
 
 from trainer import timeouts
+from trainer.checks.recipe import METRICS, check_loss, check_metrics, refusal
 from trainer.comm.ranks import Ranks, share_buffers
 from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
@@ -23,7 +24,6 @@ from trainer.monitors.named_losses import further, mean_of
 from trainer.parallel.modes import evaluating
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision
-from trainer.recipe_checks import METRICS, check_loss, check_metrics, refusal
 
 Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
 TRIED = 2  # micro-batches of each rank, before step 1

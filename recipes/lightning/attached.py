@@ -12,9 +12,9 @@ from torch import Tensor
 
 from recipes.lightning.honoured import TRAINER
 from recipes.lightning.strategy import AttachedStrategy, NoSuchAttribute
+from trainer.checks.recipe import describe
 from trainer.context import Context
 from trainer.errors import ConfigError
-from trainer.recipe_checks import describe
 
 OF_TRAINING = ("train_", "train/", "training_")
 OWN = ("datamodule", "lightning_module", "configured", "echelon", "training", "validating", "predicting", "batch_size")

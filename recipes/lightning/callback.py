@@ -14,10 +14,10 @@ from trainer.callback import Callback, Role
 from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
-from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.monitors.named_losses import mean_of
 from trainer.optim.groups import WithGroups
+from trainer.parallel.forward_backward import ForwardBackward
 
 OWN_NAMES = {"loss", "lr", "grad_norm", "loss_scale"}  # of a logged step
 BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer")

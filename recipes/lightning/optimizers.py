@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from recipes.lightning.attached import OF_TRAINING, AttachedTrainer, short_name
+from trainer.checks.recipe import describe
 from trainer.config.parameter_groups import OWN
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
 from trainer.optim.groups import Groups
 from trainer.optim.schedule import Rate
 from trainer.optim.torch_schedule import FOLLOWS, TorchRate, base_rate
-from trainer.recipe_checks import describe
 
 KEY = "configure_optimizers()"
 NOT_COPIED = ("params", "initial_lr")  # keys of a group

@@ -11,14 +11,14 @@ from toy_recipe import Toy
 
 from trainer.callbacks.auto_batch import AutoBatch
 from trainer.callbacks.hetero_batch.clock import ComputeClock
+from trainer.checks.recipe import CheckedLoss
 from trainer.comm.phases import Phase, switch
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import Micro, Step
-from trainer.forward_backward import Accumulate
+from trainer.parallel.forward_backward import Accumulate
 from trainer.parallel.strategy import SingleDevice
 from trainer.precision import Precision
 from trainer.process.environment import Place
-from trainer.recipe_checks import CheckedLoss
 from trainer.trainer import Trainer
 
 pytestmark = [*on_device, only_gpu]

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from trainer.annotated import PositiveInt, fits
-from trainer.batch import split_batch
 from trainer.callback import Callback, Role, name_of
+from trainer.checks.recipe import weight_of
+from trainer.config.batch import split_batch
 from trainer.context import Context
 from trainer.data.batch import Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
 from trainer.data.parts import Parts
 from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError
-from trainer.forward_backward import ForwardBackward
 from trainer.log import log
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
-from trainer.recipe_checks import weight_of
 from trainer.rng import generators_of
 
 KEY = "callbacks.auto_batch"

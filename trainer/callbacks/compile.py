@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from trainer.annotated import NonNegativeInt
-from trainer.blocks import find_blocks, longest_list
 from trainer.callback import Callback, Role
 from trainer.errors import ConfigError, nearest
-from trainer.forward_backward import ForwardBackward
 from trainer.log import log
+from trainer.parallel.blocks import find_blocks, longest_list
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.process.heartbeat import Heartbeat
 from trainer.timeouts import COMPILE_S
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from trainer.annotated import AtMost, Beta, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callback import Callback, Role
+from trainer.checks.recipe import refuse_complex
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
 from trainer.comm.codecs.registry import make, refuse
@@ -17,7 +18,6 @@ from trainer.comm.two_level import TwoLevel
 from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.recipe_checks import refuse_complex
 
 
 class GradCompress(Callback):

@@ -14,12 +14,12 @@ from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce, Reduced
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
-from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.optim.partial_step import PartialStep
 from trainer.optim.probe import refuse_coupled
 from trainer.optim.wrapper import OptimizerProxy
 from trainer.parallel.ddp import DDP
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import SingleDevice
 
 MOST_SENT = 2  # buckets: one is reduced while the backward pass fills the next

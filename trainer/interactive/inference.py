@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import DistError, ProcessGroup
 from torch.utils.data import default_collate
 
+from trainer.checks.recipe import weight_of
 from trainer.comm.ranks import Ranks
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, allowed
@@ -22,7 +23,6 @@ from trainer.interactive.predictions import Predictions, rows_of
 from trainer.log import log
 from trainer.parallel.modes import evaluating
 from trainer.precision import Precision
-from trainer.recipe_checks import weight_of
 from trainer.validation import Evaluator
 
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from trainer.callback import Callback, name_of_class
-from trainer.callback_checks import refuse_no_callback
+from trainer.checks.callback import refuse_no_callback
 from trainer.errors import ConfigError
 from trainer.monitors.progress.callback import Progress
 

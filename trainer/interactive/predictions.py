@@ -11,10 +11,10 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
+from trainer.checks.recipe import describe
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.files import finite, write_whole
-from trainer.recipe_checks import describe
 
 FORMATS = (".jsonl", ".safetensors")
 UNNAMED = "prediction"  # the name, in a file, of what a recipe returns without names

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.checks.recipe import describe
 from trainer.errors import ConfigError, printable
-from trainer.recipe_checks import describe
 
 BINS = 64
 COLOURS = {1: 0, 3: 2, 4: 6}  # channels -> PNG's colour type

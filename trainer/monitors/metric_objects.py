@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.checks.recipe import describe, is_one_number
 from trainer.errors import ConfigError
-from trainer.recipe_checks import describe, is_one_number
 
 METHODS = ("update", "compute", "reset")  # of `torchmetrics.Metric`, which is not imported
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.recipe_checks import is_one_number, refusal
+from trainer.checks.recipe import is_one_number, refusal
 
 EXPECTED = "the tensor 'loss', and for each other name a tensor of one number, or a number"
 

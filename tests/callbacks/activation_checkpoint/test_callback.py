@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from toy_recipe import Toy
 
-from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.composition import arrange
 from trainer.errors import ConfigError
+from trainer.parallel.blocks import find_blocks
 
 BATCH, WIDTH, DEPTH = 6, 16, 4
 STAND_IN: Any = SimpleNamespace(recipe=None, device=torch.device("cpu"), callbacks={})  # for wrap_model

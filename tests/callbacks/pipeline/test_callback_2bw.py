@@ -23,7 +23,7 @@ from trainer.callbacks.nan_guard import NanGuard
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.forward_backward import weigh_loss
+from trainer.parallel.forward_backward import weigh_loss
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

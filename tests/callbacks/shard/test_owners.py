@@ -9,9 +9,9 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from trainer.callbacks.shard import owners as module
+from trainer.callbacks.shard.assign import assign
 from trainer.callbacks.shard.owners import Owners, rounds
 from trainer.comm.ranks import Ranks
-from trainer.parallel.assign import assign
 from trainer.process.environment import Place
 
 

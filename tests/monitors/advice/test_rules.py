@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from support.cli import ROOT
 
-from trainer.batch import split_batch
+from trainer.config.batch import split_batch
 from trainer.config.check import LIBRARIES, check
 from trainer.config.compose import CONF, merge_callbacks, normalize
 from trainer.monitors.advice.rules import RULES, Finding, Numbers, Run, find

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from trainer.annotated import AtMost, NonNegativeFloat, PositiveInt
-from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import budget as budgets
 from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
@@ -15,6 +14,7 @@ from trainer.callbacks.activation_checkpoint.recompute import Recompute
 from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.log import log
+from trainer.parallel.blocks import find_blocks
 
 KEY = "callbacks.activation_checkpoint"
 POLICIES = ("full", "selective", "offload")

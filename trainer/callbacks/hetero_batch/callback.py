@@ -12,6 +12,7 @@ from trainer.annotated import Below, Beta, PositiveFloat, PositiveInt, fits
 from trainer.callback import Callback, Role, name_of
 from trainer.callbacks.hetero_batch.clock import ComputeClock
 from trainer.callbacks.hetero_batch.shares import cut_again, cut_shares, fit, follow, keep, with_micros
+from trainer.checks.recipe import weight_of
 from trainer.context import Context
 from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
@@ -19,10 +20,9 @@ from trainer.data.parts import Parts
 from trainer.data.resize import repeat_batch
 from trainer.data.sampling.order import near_equal
 from trainer.errors import ConfigError
-from trainer.forward_backward import ForwardBackward
 from trainer.log import log
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fits_beside, search, state_share
-from trainer.recipe_checks import weight_of
 
 KEY = "callbacks.hetero_batch"
 PASSES = 3  # of the rehearsal that are timed

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.comm import clock
 from trainer.comm.phases import Clock, Lap, Phase
 from trainer.data.batch import Step
-from trainer.forward_backward import ForwardBackward
+from trainer.parallel.forward_backward import ForwardBackward
 
 
 class ComputeClock:

@@ -11,23 +11,23 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.annotated import AtLeast, PositiveFloat, PositiveInt, fits
-from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role, name_of
-from trainer.callbacks.pipeline.room import make_room, refuse
+from trainer.callbacks.pipeline.balance import TWICE, Fits, balance
+from trainer.callbacks.pipeline.memory import make_room, refuse
+from trainer.callbacks.pipeline.partition import cut_by_time, in_flight, memory_limit
+from trainer.callbacks.pipeline.pipedream import PipeDream, open_links
+from trainer.callbacks.pipeline.profile_blocks import Trial, try_whole
+from trainer.callbacks.pipeline.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
+from trainer.callbacks.pipeline.strategy import Mesh, Pipeline
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.context import Context
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
-from trainer.forward_backward import Accumulate, ForwardBackward
 from trainer.log import log
 from trainer.monitors.named_losses import NamedLosses
-from trainer.parallel.balance import TWICE, Fits, balance
-from trainer.parallel.cut import cut_by_time, in_flight, memory_limit
-from trainer.parallel.pipedream import PipeDream, open_links
-from trainer.parallel.pipeline import Mesh, Pipeline
-from trainer.parallel.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
-from trainer.parallel.trial import Trial, try_whole
+from trainer.parallel.blocks import find_blocks
+from trainer.parallel.forward_backward import Accumulate, ForwardBackward
 
 ASYNC = "pipedream_2bw"
 

@@ -9,15 +9,15 @@ from torch.optim import Optimizer
 from trainer.annotated import AtLeast
 from trainer.callback import Callback, Role
 from trainer.callbacks.shard import stage3
+from trainer.callbacks.shard.fsdp import FSDP
 from trainer.callbacks.shard.owners import Owners
 from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.callbacks.shard.zero2 import ZeRO2
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
-from trainer.forward_backward import ForwardBackward
 from trainer.optim.probe import refuse_coupled
-from trainer.parallel.fsdp import FSDP
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 
 OFF = "or use callbacks.shard.stage=1"

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.callbacks.shard.assign import assign
 from trainer.comm.bucket import flatten
 from trainer.comm.reduce import AllReduce
-from trainer.parallel.assign import assign
 
 ROUND_BYTES = 64 << 20  # of the weights that are gathered at a time
 

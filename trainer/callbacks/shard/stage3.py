@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from trainer.blocks import find_blocks
 from trainer.callback import Role
+from trainer.callbacks.shard.fsdp import FSDP, AcrossNodes
 from trainer.comm.reduce import AllReduce
 from trainer.context import Context
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.parallel.fsdp import FSDP, AcrossNodes
+from trainer.parallel.blocks import find_blocks
 
 
 def two_levels(trainer: Context, hybrid: bool | int) -> AcrossNodes:

@@ -16,12 +16,12 @@ from trainer.comm.affinity import pci_address
 from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.files import Appended, finite
-from trainer.forward_backward import ForwardBackward
 from trainer.log import log
 from trainer.monitors.advice import kernels, link
 from trainer.monitors.advice.rules import ALL, MOST_MEMORY, Finding, Run, find
 from trainer.monitors.candidates import accepts
 from trainer.monitors.memory.callback import count
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.process import cgroup
 
 MOST = 5  # findings that the end of the run repeats

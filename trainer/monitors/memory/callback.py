@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from trainer.annotated import AtLeast, AtMost, PositiveFloat
-from trainer.blocks import find_blocks
 from trainer.callback import Callback, Role, only_logged
 from trainer.config.compose import CONF
 from trainer.context import Context
@@ -20,6 +19,7 @@ from trainer.log import log
 from trainer.monitors.candidates import accepts
 from trainer.monitors.memory import allocator
 from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
+from trainer.parallel.blocks import find_blocks
 
 ALONE = ("activation_checkpoint", "auto_batch", "optimizer_in_backward")
 CANDIDATES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ALONE]

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.callbacks.shard.assign import assign
 from trainer.config.compose import CONF
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import option_parameters
 from trainer.errors import ConfigError, nearest
-from trainer.parallel.assign import assign
 from trainer.tools.cost_model.collectives import Group, of_ranks
 from trainer.tools.cost_model.machine import Machine
 from trainer.tools.cost_model.stages import parts_of_ranks

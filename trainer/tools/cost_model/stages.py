@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 
-from trainer.parallel.balance import TWICE, balance
+from trainer.callbacks.pipeline.balance import TWICE, balance
 
 
 @functools.lru_cache(maxsize=64)  # a search asks for the same few thousands of times

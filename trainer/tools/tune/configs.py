@@ -8,10 +8,10 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from trainer.batch import split_batch
 from trainer.callback import Callback, Role
 from trainer.checkpoint import locate
 from trainer.composition import arrange
+from trainer.config.batch import split_batch
 from trainer.config.build import build, build_options
 from trainer.config.check import LIBRARIES, check
 from trainer.config.compose import CONF

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainer.blocks import find_blocks
+from trainer.callbacks.pipeline.stages import Layout, holders
 from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError, DataError, printable
 from trainer.parallel.batch_norm import normalises_by_batch
-from trainer.parallel.stages import Layout, holders
+from trainer.parallel.blocks import find_blocks
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
 from trainer.session import build_components

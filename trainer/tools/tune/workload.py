@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.blocks import find_blocks
 from trainer.errors import ConfigError
 from trainer.parallel.batch_norm import normalises_by_batch
+from trainer.parallel.blocks import find_blocks
 from trainer.tools.cost_model.memory import kept
 from trainer.tools.cost_model.passes import recomputed, splitting
 from trainer.tools.cost_model.setup import Setup

@@ -14,20 +14,20 @@ from torch.distributed import pipelining
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from trainer.callbacks.pipeline.stages import KEY, Gates, Layout, homes, padded
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
+from trainer.checks.recipe import CheckedLoss
 from trainer.comm.phases import Phase, during, switch
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
-from trainer.forward_backward import weigh_loss
 from trainer.parallel.absent import Absent
+from trainer.parallel.forward_backward import weigh_loss
 from trainer.parallel.modes import evaluating
 from trainer.parallel.reducer import Reducer
-from trainer.parallel.stages import KEY, Gates, Layout, homes, padded
 from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
-from trainer.recipe_checks import CheckedLoss
 from trainer.rng import PIPELINE, generators_of, mix
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

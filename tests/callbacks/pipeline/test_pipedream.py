@@ -8,13 +8,13 @@ import torch
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
+from trainer.callbacks.pipeline.pipedream import Awaited, PipeDream, open_links
+from trainer.callbacks.pipeline.stages import Layout, drop_others, holders
+from trainer.callbacks.pipeline.strategy import Mesh
+from trainer.checks.recipe import CheckedLoss
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Micro, Split, Step, count_samples
-from trainer.parallel.pipedream import Awaited, PipeDream, open_links
-from trainer.parallel.pipeline import Mesh
-from trainer.parallel.stages import Layout, drop_others, holders
 from trainer.process.environment import Place
-from trainer.recipe_checks import CheckedLoss
 
 WIDTH, STEPS = 11, 5
 

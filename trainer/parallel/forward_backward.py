@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from trainer.checks.recipe import MISSING, CheckedLoss
 from trainer.comm.phases import Phase, ends_with_wait
 from trainer.data.batch import Step
 from trainer.parallel.strategy import Strategy
 from trainer.parallel.torch_calls import backward
-from trainer.recipe_checks import MISSING, CheckedLoss
 
 # (a step's data, a function that waits for the total weight) -> the losses of the micro-batches.
 # Afterwards the parameters have the gradients, reduced over ranks.

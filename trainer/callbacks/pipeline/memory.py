@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from trainer.callback import Role
+from trainer.callbacks.pipeline.partition import Room, Sizes
+from trainer.callbacks.pipeline.profile_blocks import Trial
+from trainer.callbacks.pipeline.stages import KEY, part_sums
 from trainer.context import Context
 from trainer.errors import ConfigError
-from trainer.parallel.cut import Room, Sizes
 from trainer.parallel.memory_search import state_share
-from trainer.parallel.stages import KEY, part_sums
-from trainer.parallel.trial import Trial
 
 MIB = 1 << 20
 

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from trainer.parallel.balance import balance, best_cut
+from trainer.callbacks.pipeline.balance import balance, best_cut
 
 
 def anything(stage: int, start: int, stop: int) -> bool:

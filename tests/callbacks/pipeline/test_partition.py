@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules
 
-from trainer.parallel.balance import balance
-from trainer.parallel.cut import Room, Sizes, cut_by_time, in_flight
-from trainer.parallel.trial import Trial
+from trainer.callbacks.pipeline.balance import balance
+from trainer.callbacks.pipeline.partition import Room, Sizes, cut_by_time, in_flight
+from trainer.callbacks.pipeline.profile_blocks import Trial
 
 
 def anything(stage: int, start: int, stop: int) -> bool:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.parallel.balance import Fits, balance, best_cut
-from trainer.parallel.trial import Trial
+from trainer.callbacks.pipeline.balance import Fits, balance, best_cut
+from trainer.callbacks.pipeline.profile_blocks import Trial
 
 ALIKE = 1.1  # ranks whose times differ by less count as equally fast
 USABLE = 0.9  # of a GPU's free memory; the rest is for gaps between tensors, and for kernels

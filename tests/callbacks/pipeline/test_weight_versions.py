@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.weight_versions import Version, WeightVersions
+from trainer.callbacks.pipeline.weight_versions import Version, WeightVersions
 
 
 class Twice(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batch import split_batch
+from trainer.config.batch import split_batch
 from trainer.data.sampling.order import near_equal
 from trainer.errors import ConfigError
 

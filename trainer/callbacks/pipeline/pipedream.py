@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.callbacks.pipeline.stages import KEY
+from trainer.callbacks.pipeline.strategy import Exchange, Pipeline
+from trainer.callbacks.pipeline.weight_versions import Version, WeightVersions
 from trainer.comm.phases import Phase, switch
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
-from trainer.parallel.pipeline import Exchange, Pipeline
-from trainer.parallel.stages import KEY
-from trainer.parallel.weight_versions import Version, WeightVersions
 
 Form = tuple[tuple[int, ...], torch.dtype]
 Links = list[list[dist.ProcessGroup]]  # [even or odd earlier stage][outputs or their gradients]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from trainer.blocks import find_blocks
 from trainer.errors import ConfigError
+from trainer.parallel.blocks import find_blocks
 
 
 def net() -> nn.Sequential:

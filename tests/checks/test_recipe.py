@@ -23,11 +23,11 @@ from toy_recipe import Points, Toy
 from trainer import timeouts
 from trainer.callback import Callback
 from trainer.callbacks.nan_guard.callback import NanGuard
+from trainer.checks.recipe import CheckedLoss, build_model
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, NumericsError, exhausted
 from trainer.log import log
 from trainer.process.environment import Place
-from trainer.recipe_checks import CheckedLoss, build_model
 from trainer.trainer import Trainer
 from trainer.validation import Evaluator
 

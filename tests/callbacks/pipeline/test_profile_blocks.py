@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from toy_recipe import Net, Toy
 
+from trainer.callbacks.pipeline.profile_blocks import Stretches, try_whole
 from trainer.parallel.modes import evaluating
-from trainer.parallel.trial import Stretches, try_whole
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from toy_recipe import Net, Toy
 
+from trainer.callbacks.pipeline.stages import Gates, Layout, check_blocks, drop_others, holders, padded, part_sums
 from trainer.errors import ConfigError
 from trainer.parallel.absent import Absent
-from trainer.parallel.stages import Gates, Layout, check_blocks, drop_others, holders, padded, part_sums
 
 WIDTH = 6
 

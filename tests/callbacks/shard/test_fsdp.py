@@ -20,9 +20,9 @@ from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.callbacks.shard.callback import Shard
+from trainer.callbacks.shard.fsdp import FSDP, own_parameters, units
 from trainer.comm.ranks import Ranks
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.parallel.fsdp import FSDP, own_parameters, units
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

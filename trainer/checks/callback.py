@@ -9,9 +9,9 @@ from torch import nn
 
 from trainer.callback import HOOKS, Callback
 from trainer.checkpoint.serialize import Pack
+from trainer.checks.recipe import describe, number_of, other_parameters
 from trainer.data.batch import Split
 from trainer.errors import ConfigError, nearest
-from trainer.recipe_checks import describe, number_of, other_parameters
 
 # What a hook returns: the kind, and how a message calls it.
 RETURNED: Mapping[str, tuple[type, str]] = {

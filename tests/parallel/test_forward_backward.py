@@ -15,15 +15,15 @@ from torch.utils.data import default_collate
 from toy_recipe import Toy
 
 from trainer.callback import Callback
+from trainer.checks.recipe import CheckedLoss
 from trainer.config.options import DataOptions, Options
 from trainer.data.batch import Micro, Step
 from trainer.data.parts import Parts
 from trainer.data.sampling.order import Ref
-from trainer.forward_backward import Accumulate, weigh_loss
+from trainer.parallel.forward_backward import Accumulate, weigh_loss
 from trainer.parallel.strategy import SingleDevice
 from trainer.precision import Precision
 from trainer.process.environment import Place
-from trainer.recipe_checks import CheckedLoss
 from trainer.trainer import Trainer
 
 

@@ -12,9 +12,9 @@ from toy_recipe import Toy
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.ema import EMA
 from trainer.callbacks.pipeline import callback as module
+from trainer.callbacks.pipeline.profile_blocks import try_whole
 from trainer.callbacks.shard import Shard
 from trainer.errors import ConfigError
-from trainer.parallel.trial import try_whole
 from trainer.process.environment import Place
 
 
