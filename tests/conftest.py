@@ -41,7 +41,7 @@ SOURCES = (  # these parse all sources
     "tests/test_complexity.py", "tests/test_layers.py", "tests/test_rng.py", "tests/test_timeouts.py",
     "tests/docs/test_cards.py", "tests/docs/test_docstrings.py", "tests/docs/test_words.py",
 )  # fmt: skip
-LIGHTNING = ("tests/recipes/test_lightning", "tests/monitors/test_metric_objects.py")  # these import torchmetrics
+LIGHTNING = ("tests/recipes/test_lightning", "tests/metrics/test_metric_objects.py")  # these import torchmetrics
 MONAI = ("tests/recipes/test_segmentation.py", "tests/recipes/test_scans.py")
 TRANSFORMERS = (
     "tests/recipes/test_huggingface", "tests/checkpoint/test_pretrained.py", "tests/config/test_targets.py",
@@ -158,6 +158,16 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, which is the current one."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of Echelon's log, as they come."""
+    found: list[str] = []
+    own = logging.getLogger("echelon")
+    monkeypatch.setattr(own, "handle", lambda record: found.append(record.getMessage()))
+    monkeypatch.setattr(own, "level", logging.INFO)
+    return found
 
 
 @pytest.fixture(autouse=True)

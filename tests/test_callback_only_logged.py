@@ -9,13 +9,13 @@ from support.runs import make
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.callback import UNLOGGED, Callback, only_logged
+from trainer.loggers.events import Events
+from trainer.loggers.metrics_file import MetricsFile
+from trainer.loggers.progress import Progress
+from trainer.loggers.tensorboard import TensorBoard
 from trainer.monitors.advice.callback import Advice
-from trainer.monitors.events import Events
 from trainer.monitors.memory.callback import Memory
-from trainer.monitors.metrics_file import MetricsFile
-from trainer.monitors.progress import Progress
 from trainer.monitors.step_timer import StepTimer
-from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
 
 OBSERVERS = (Progress, TensorBoard, MetricsFile, StepTimer, Events, Throughput, Memory, Advice)

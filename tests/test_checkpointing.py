@@ -26,7 +26,7 @@ from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.config.options import DDPOptions
 from trainer.errors import ConfigError, DataError
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

@@ -82,7 +82,7 @@ def test_pyright_sees_what_callbacks_take_from_the_trainer() -> None:
     untyped = [
         f"{name}: {node.name}"
         for name, path in PATHS.items()
-        if name.startswith(("trainer.callbacks", "trainer.monitors"))
+        if name.startswith(("trainer.callbacks", "trainer.monitors", "trainer.loggers"))
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef) and node.name not in HOOKS
         for argument in node.args.args

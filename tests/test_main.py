@@ -215,7 +215,7 @@ def test_an_optimizer_by_its_name(tmp_path, name):
     assert done.code == 0, done.err
     config: Any = OmegaConf.to_container(OmegaConf.create(done.out))
     assert name in config["optimizer"]["_target_"].lower() and config["optimizer"]["lr"] == 0.5
-    check(config, ("trainer.optim", "trainer.callbacks", "trainer.monitors"))
+    check(config, ("trainer.optim", "trainer.callbacks", "trainer.monitors", "trainer.loggers"))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.optim.schedule import Linear
 from trainer.plan import Plan
 from trainer.process.environment import Place

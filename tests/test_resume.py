@@ -19,7 +19,7 @@ from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.serialize import optimizer_state
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.data.sampling.order import Order
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

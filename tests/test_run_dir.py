@@ -12,7 +12,7 @@ from toy_recipe import Toy
 from trainer import setup
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

@@ -10,7 +10,7 @@ from support.runs import make
 
 from trainer.callback import Callback
 from trainer.errors import ConfigError
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.trainer import Trainer
 
 

@@ -16,7 +16,7 @@ from trainer.callback import Callback
 from trainer.callbacks.ema import EMA
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.trainer import Trainer

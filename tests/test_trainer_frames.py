@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 
 import trainer as package
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.loggers.metrics_file import MetricsFile
+from trainer.loggers.progress import Progress
+from trainer.loggers.tensorboard import TensorBoard
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.callback import Memory
-from trainer.monitors.metrics_file import MetricsFile
-from trainer.monitors.progress import Progress
 from trainer.monitors.step_timer import StepTimer
-from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
 from trainer.optim.factories import sgd
 from trainer.process.environment import Place

@@ -27,7 +27,7 @@ from trainer.callbacks.shard.callback import Shard
 from trainer.checkpoint.locate import checkpoints
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError, DataError
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

@@ -17,7 +17,7 @@ from trainer.data.batch import Split, Step
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 
-OWN = re.compile(r"trainer\.(?:callbacks|monitors)\.(\w+)")
+OWN = re.compile(r"trainer\.(?:callbacks|monitors|loggers)\.(\w+)")
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # where a word of a class name begins
 
 Event = TypeVar("Event", bound=Callable[..., None])
@@ -143,7 +143,7 @@ class Callback:
         """Take the metrics of a validation, the same on all ranks."""
 
     def on_media(self, trainer: Context, media: Mapping[str, Any]) -> None:
-        """Take texts, images and values for histograms (`trainer.monitors.media.prepared`), on rank 0 alone.
+        """Take texts, images and values for histograms (`trainer.metrics.media.prepared`), on rank 0 alone.
 
         The recipe's `media` gives them at each validation. A callback may give its own:
         `trainer.emit("on_media", {"generated": text})`.

@@ -29,7 +29,7 @@ from trainer.log import log
 from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
 
-OBSERVERS = ("trainer.monitors.", "trainer.callbacks.early_stop.")  # beginnings of targets
+OBSERVERS = ("trainer.monitors.", "trainer.loggers.", "trainer.callbacks.early_stop.")  # beginnings of targets
 PASS = "epoch_samples"  # of batches; a rank's own iterable may have another number than rank 0's
 MOST_RANKS = 1 << 20  # a manifest with more ranks is refused
 

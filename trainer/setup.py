@@ -35,11 +35,11 @@ from trainer.data.loader import Loader
 from trainer.data.source import size_of
 from trainer.files import remove_unused
 from trainer.hooks import Hooks
-from trainer.interactive import live
+from trainer.inference import live
 from trainer.log import log, log_to_terminal
-from trainer.monitors import replica_check
-from trainer.monitors.named_losses import NamedLosses, combined
-from trainer.monitors.train_loss import TrainLoss
+from trainer.metrics import replica_check
+from trainer.metrics.named_losses import NamedLosses, combined
+from trainer.metrics.train_loss import TrainLoss
 from trainer.optim.group_settings import GroupSettings
 from trainer.optim.groups import Groups, ParameterRules, make_optimizer
 from trainer.optim.rates import Rates

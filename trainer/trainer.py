@@ -17,10 +17,10 @@ from trainer.config.duration import Duration
 from trainer.config.options import DataOptions, Options
 from trainer.context import Command, Context, RunArguments
 from trainer.errors import ConfigError
-from trainer.interactive import live
-from trainer.interactive.dry_run import DryFolder
-from trainer.interactive.names import by_name
-from trainer.interactive.predictions import Predictions
+from trainer.inference import live
+from trainer.inference.dry_run import DryFolder
+from trainer.inference.names import by_name
+from trainer.inference.predictions import Predictions
 from trainer.loop import Loop
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups

@@ -18,9 +18,9 @@ from trainer.data.bad_samples import allowed
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.log import log
-from trainer.monitors.media import check_media
-from trainer.monitors.metric_objects import MetricObjects, kept, modules_in, parts_of
-from trainer.monitors.named_losses import further, mean_of
+from trainer.metrics.media import check_media
+from trainer.metrics.metric_objects import MetricObjects, kept, modules_in, parts_of
+from trainer.metrics.named_losses import further, mean_of
 from trainer.parallel.modes import evaluating
 from trainer.parallel.strategy import OutputElsewhere
 from trainer.precision import Precision

@@ -15,7 +15,7 @@ from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.monitors.named_losses import mean_of
+from trainer.metrics.named_losses import mean_of
 from trainer.optim.groups import WithGroups
 from trainer.parallel.forward_backward import ForwardBackward
 

@@ -28,7 +28,7 @@ from recipes.lightning.validation import Validation
 from trainer.annotated import check_arguments
 from trainer.data.batch import count_samples
 from trainer.errors import ConfigError, DataError
-from trainer.monitors.metric_objects import kept
+from trainer.metrics.metric_objects import kept
 from trainer.optim.groups import Groups
 
 CHECKPOINT = "model.ckpt"

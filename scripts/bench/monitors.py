@@ -45,8 +45,8 @@ from scripts.bench.report import (
 from scripts.command import command
 from trainer.callback import Callback
 from trainer.comm.reduce import Reduce
+from trainer.loggers.events import Events
 from trainer.monitors.comm_monitor import CommMonitor
-from trainer.monitors.events import Events
 from trainer.monitors.gpu_monitor.callback import GpuMonitor
 from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.step_timer import StepTimer

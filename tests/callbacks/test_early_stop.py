@@ -14,7 +14,7 @@ from trainer.callbacks.early_stop import EarlyStop
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.optim.factories import sgd
 from trainer.process.environment import Place
 from trainer.trainer import Trainer

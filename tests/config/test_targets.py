@@ -175,3 +175,13 @@ def test_a_target_inside_of_arguments_is_refused(nested: Any) -> None:
         ConfigError, match=r"^optimizer\.betas.*\._target_=\S+: a _target_ inside arguments is not built; give a plain"
     ):
         check_node("optimizer", {"_target_": "trainer.optim.factories.adamw", "betas": nested}, LIBRARIES)
+
+
+@pytest.mark.parametrize("package", ["callbacks", "monitors"])
+def test_a_class_whose_module_has_moved_is_found_by_its_former_name(package: str) -> None:
+    """Configs of runs of older versions have it."""
+    found = locate("callbacks.csv._target_", f"trainer.{package}.csv.CSV", ())
+    assert (found.__module__, found.__name__) == ("trainer.loggers.csv", "CSV")
+    for other in (f"trainer.{package}.csv.Logger", f"trainer.{package}.csv", "other.monitors.csv.CSV"):
+        with pytest.raises(ConfigError):
+            locate("callbacks.csv._target_", other, ())

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from trainer.config.options import DataOptions, Options
 from trainer.data.own_generators import generators_in, seed_each
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.trainer import Trainer
 
 

@@ -7,7 +7,7 @@ from support.cli import ROOT
 from support.sources import trees
 
 BASES = ("Callback", "Logger", "SendingLogger")
-OF_LOGGERS = [ROOT / "trainer" / "monitors" / f"{name}.py" for name in ("logger", "sender")]
+OF_LOGGERS = [ROOT / "trainer" / "loggers" / f"{name}.py" for name in ("logger", "sender")]
 
 
 def is_callback(node: ast.AST) -> bool:
@@ -22,7 +22,7 @@ def card(path: Path) -> tuple[str, Path]:
 
 
 def test_every_callback_has_a_card_and_a_config() -> None:
-    folders = [ROOT / "trainer" / name for name in ("callbacks", "monitors")]
+    folders = [ROOT / "trainer" / name for name in ("callbacks", "monitors", "loggers")]
     found = {path: tree for path, tree in trees("trainer").items() if any(map(path.is_relative_to, folders))}
     files = {path: tree for path, tree in found.items() if path not in OF_LOGGERS}
     cards = dict(card(path) for path, tree in files.items() if any(map(is_callback, tree.body)))

@@ -26,8 +26,8 @@ from trainer.callbacks.shard.callback import Shard
 from trainer.comm.phases import Lap, running
 from trainer.comm.reduce import Reduce
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.monitors.memory.callback import Memory
-from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.step_timer import NAMES, StepTimer, metrics
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place

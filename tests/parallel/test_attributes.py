@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from trainer.config.options import DataOptions, Options
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.parallel.attributes import SMALL, tensors_kept
 from trainer.process.environment import Place
 from trainer.trainer import Trainer

@@ -29,7 +29,7 @@ from recipes.lightning import Lightning, LightningHooks
 from recipes.lightning.data import not_used
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.interactive.inference import Inference
+from trainer.inference.inference import Inference
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

@@ -21,17 +21,17 @@ from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.callbacks.swa import SWA
+from trainer.loggers.csv import CSV
+from trainer.loggers.events import Events
+from trainer.loggers.metrics_file import MetricsFile
+from trainer.loggers.progress import Progress
+from trainer.loggers.tensorboard import TensorBoard
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.comm_monitor import CommMonitor
-from trainer.monitors.csv import CSV
-from trainer.monitors.events import Events
 from trainer.monitors.gpu_monitor.callback import GpuMonitor
 from trainer.monitors.memory.callback import Memory
-from trainer.monitors.metrics_file import MetricsFile
 from trainer.monitors.profiler.callback import Profiler
-from trainer.monitors.progress import Progress
 from trainer.monitors.step_timer import StepTimer
-from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
 
 Table = Mapping[str, Callable[[], Callback]]

@@ -33,13 +33,21 @@ def named_in_conf() -> frozenset[str]:
 def in_conf(target: str) -> str | None:
     """Return the name in conf/ of a target: the same, or a shorter one of the class that the target's module defines.
 
-    `recipes.lightning.recipe.Lightning` is `recipes.lightning.Lightning`. `locate` compares the classes.
+    `recipes.lightning.recipe.Lightning` is `recipes.lightning.Lightning`. `locate` compares the classes. Configs of
+    older runs name modules of `trainer` by the packages that had them.
     """
     module, _, name = target.rpartition(".")
     if target in named_in_conf():
         return target
     shorter = (f"{package}.{name}" for package in accumulate(module.split(".")[:-1], "{}.{}".format))
-    return next((known for known in shorter if known in named_in_conf()), None)
+    return next((known for known in shorter if known in named_in_conf()), moved(target))
+
+
+def moved(target: str) -> str | None:
+    """Return the name in conf/ of a callback that an older version had in `trainer.callbacks` or `trainer.monitors`."""
+    name = re.sub(r"^trainer\.(callbacks|monitors)\.", "trainer.loggers.", target)
+    name = name if name in named_in_conf() else re.sub(r"^trainer\.callbacks\.", "trainer.monitors.", target)
+    return name if name in named_in_conf() else None
 
 
 def allows(packages: tuple[str, ...], module: str) -> bool:
@@ -99,7 +107,9 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             fix = f"{error}; go to the folder that has {package}, set PYTHONPATH to it, or install the package"
         raise ConfigError(f"{key}={target}: {fix}") from None
-    if target in named_in_conf() or (known and target == f"{found.__module__}.{name}"):
+    if target in named_in_conf() or (known and known == moved(target)):
+        return found
+    if known and target == f"{found.__module__}.{name}":
         return found
     home = getattr(found, "__module__", None) or "builtins"
     refuse_package(key, target, home, allow)

@@ -15,7 +15,7 @@ from trainer.config.build import build_options
 from trainer.config.options import Options
 from trainer.errors import ConfigError
 from trainer.files import remove_unused
-from trainer.interactive.dry_run import dried
+from trainer.inference.dry_run import dried
 from trainer.launch.supervisor import Supervisor
 from trainer.launch.worker import train_under_launcher
 from trainer.log import log_to_terminal

@@ -12,7 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from trainer import monitors
+from trainer import loggers, monitors
 from trainer.callback import Role
 from trainer.checkpoint.manifest import Damaged, verify
 from trainer.checkpoint.parts import open_parts, read_all
@@ -162,7 +162,7 @@ def read_config(file: Path, changes: list[str], key: str, instead: dict[str, Any
 
 def without_monitors(callbacks: dict[str, Any]) -> dict[str, Any]:
     """Return `callbacks` without monitors: an export has no numbers, and an older config names other modules."""
-    names = {module.name for module in pkgutil.iter_modules(monitors.__path__)}
+    names = {module.name for module in pkgutil.iter_modules([*monitors.__path__, *loggers.__path__])}
     target = re.compile(rf"trainer\.\w+\.({'|'.join(names)})(\.\w+)+")
     return {name: node for name, node in callbacks.items() if not target.fullmatch(str(node.get("_target_")))}
 

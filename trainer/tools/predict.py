@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from trainer.files import no_folders_if_refused
-from trainer.interactive.predictions import refuse_format
+from trainer.inference.predictions import refuse_format
 from trainer.process.exit import run_guarded
 from trainer.run_dir import make_parent
 from trainer.tools.inference import stored

@@ -22,9 +22,9 @@ from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.loggers.metrics_file import MetricsFile
+from trainer.loggers.progress import Progress
 from trainer.monitors.memory.callback import Memory
-from trainer.monitors.metrics_file import MetricsFile
-from trainer.monitors.progress import Progress
 from trainer.monitors.throughput import Throughput
 from trainer.optim.factories import adamw
 from trainer.optim.groups import parameter_groups

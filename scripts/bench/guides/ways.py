@@ -81,5 +81,9 @@ WAYS: dict[str, Way] = {
 def config_of(words: tuple[str, ...]) -> dict[str, Any]:
     """Compose the config of a way, without observers, which would print and write."""
     (job,) = compose([f"--config-dir={FOLDER}", "recipe=tokens", *words], [CONF, FOLDER])
-    kept = {k: v for k, v in job.config["callbacks"].items() if not v["_target_"].startswith("trainer.monitors.")}
+    kept = {
+        k: v
+        for k, v in job.config["callbacks"].items()
+        if not v["_target_"].startswith(("trainer.monitors.", "trainer.loggers."))
+    }
     return {**job.config, "callbacks": kept}

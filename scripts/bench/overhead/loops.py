@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, Options
+from trainer.loggers.metrics_file import MetricsFile
+from trainer.loggers.progress import Progress
+from trainer.loggers.tensorboard import TensorBoard
 from trainer.monitors.advice.callback import Advice
 from trainer.monitors.memory.callback import Memory
-from trainer.monitors.metrics_file import MetricsFile
-from trainer.monitors.progress import Progress
 from trainer.monitors.step_timer import StepTimer
-from trainer.monitors.tensorboard import TensorBoard
 from trainer.monitors.throughput import Throughput
 from trainer.optim.factories import adamw, sgd
 from trainer.optim.groups import Groups, parameter_groups

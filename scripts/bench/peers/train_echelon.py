@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from echelon import Callback, CheckpointOptions, DataOptions, Options, Trainer
 from scripts.bench.peers import task
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.metrics_file import MetricsFile
 
 
 class Tick(Callback):  # bench

@@ -17,9 +17,9 @@ from toy_recipe import Toy
 
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.monitors.gpu_monitor import callback
 from trainer.monitors.gpu_monitor.callback import GpuMonitor
-from trainer.monitors.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

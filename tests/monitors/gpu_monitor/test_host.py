@@ -1,23 +1,11 @@
 """The host's numbers by hand, from files that the test writes, and from this machine."""
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from trainer.log import log
 from trainer.monitors.gpu_monitor import host
 from trainer.monitors.gpu_monitor.host import watch_host
-
-
-@pytest.fixture
-def messages(monkeypatch) -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
-    monkeypatch.setattr(log, "handlers", [handler])
-    monkeypatch.setattr(log, "level", logging.INFO)
-    return found
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """A GPU behind the real nvidia-ml-py, whose driver the test plays: numbers by hand, and one line for each refusal."""
 
-import logging
 import sys
 
 import pynvml
 import pytest
 from support.nvml import Device, loaded
 
-from trainer.log import log
 from trainer.monitors.gpu_monitor import nvml
 from trainer.monitors.gpu_monitor.nvml import Gpu, find, opened, watch_gpu
 
@@ -16,16 +14,6 @@ NUMBERS = {
     "gpu/sm_mhz": 1755.0, "gpu/memory_mhz": 2619.0, "gpu/throttled": 0.0,
     "gpu/pcie_tx_mib_s": 2.0, "gpu/pcie_rx_mib_s": 4.0,
 }  # fmt: skip
-
-
-@pytest.fixture
-def messages(monkeypatch) -> list[str]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
-    monkeypatch.setattr(log, "handlers", [handler])
-    monkeypatch.setattr(log, "level", logging.INFO)
-    return found
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from support.runs import make
 from toy_recipe import Toy
 
 from trainer.callback import Callback
-from trainer.monitors.events import Events
-from trainer.monitors.metrics_file import MetricsFile
+from trainer.loggers.events import Events
+from trainer.loggers.metrics_file import MetricsFile
 from trainer.monitors.throughput import Throughput
 from trainer.tools.report.page import make_page
 from trainer.tools.report.run import Run, read_run

@@ -71,7 +71,7 @@ def test_what_does_not_divide_is_left_out_and_said() -> None:
 
 def test_the_run_s_own_callbacks_are_a_way() -> None:
     ddp = {"bucket_mib": 4.0, "static_graph": False, "gradient_as_bucket_view": None}
-    monitor = {"_target_": "trainer.monitors.progress.Progress"}
+    monitor = {"_target_": "trainer.loggers.progress.Progress"}
     nodes: dict[str, Any] = {
         "progress": monitor,
         "local_sgd": {"_target_": "trainer.callbacks.local_sgd.LocalSGD", "every": 4},

@@ -25,7 +25,7 @@ from trainer.data.batch import Split
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.monitors.named_losses import NamedLosses
+from trainer.metrics.named_losses import NamedLosses
 from trainer.parallel.blocks import find_blocks
 from trainer.parallel.forward_backward import Accumulate, ForwardBackward
 

@@ -19,7 +19,7 @@ MODELLED = frozenset({
     "activation_checkpoint", "auto_batch", "bucket", "grad_compress", "hierarchical", "local_sgd",
     "onebit_adam", "optimizer_in_backward", "overlap", "pipeline", "shard",
 })  # fmt: skip
-MONITORS = "trainer.monitors."  # whose time is in `Workload.other_s`
+MONITORS = ("trainer.monitors.", "trainer.loggers.")  # whose time is in `Workload.other_s`
 FREE = frozenset({"early_stop"})
 FACTOR = "its factor on the passes is not measured, and is taken as 1"
 WHY = {

@@ -13,8 +13,8 @@ from trainer.comm.device import count_gpus
 from trainer.comm.ranks import Ranks
 from trainer.data.source import in_turns, prepare_files
 from trainer.errors import ConfigError, require
-from trainer.interactive.inference import Inference
-from trainer.interactive.predictions import Predictions
+from trainer.inference.inference import Inference
+from trainer.inference.predictions import Predictions
 from trainer.launch.function import launch
 from trainer.log import log_to_terminal
 from trainer.precision import Precision

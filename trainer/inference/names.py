@@ -1,0 +1,42 @@
+"""Names callbacks that a program gives as a list."""
+
+import sys
+from collections.abc import Iterable, Mapping
+
+from trainer.callback import Callback, name_of_class
+from trainer.checks.callback import refuse_no_callback
+from trainer.errors import ConfigError
+from trainer.loggers.progress.callback import Progress
+
+
+def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Mapping[str, Callback]:
+    """Return name -> callback. A callback of a list is named after its class. In a notebook a list gets `progress`.
+
+    Raises:
+        ConfigError: An item is no callback, or two have one name.
+    """
+    if isinstance(callbacks, Mapping):
+        return callbacks  # pyright: ignore[reportReturnType] no mapping has callbacks as its keys
+    callbacks = [] if callbacks is None else callbacks
+    if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
+        given = type(callbacks).__name__
+        raise ConfigError(
+            f"callbacks: is a value of type {given}; give a list, as [EMA()], or a dict of name -> callback"
+        )
+    named: dict[str, Callback] = {}
+    for callback in callbacks:
+        refuse_no_callback("callbacks", callback)
+        if (name := name_of_class(type(callback))) in named:
+            kind = type(callback).__name__
+            raise ConfigError(
+                f"callbacks: two are of class {kind}, so both would be named {name}; leave one out, or give names, as "
+                f"{{'a': {kind}(...), 'b': {kind}(...)}}"
+            )
+        named[name] = callback
+    return {"progress": Progress(), **named} if in_notebook() else named
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, as Jupyter's or Colab's."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(ipython.get_ipython() if ipython else None, "kernel")

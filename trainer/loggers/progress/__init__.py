@@ -1,0 +1,1 @@
+from trainer.loggers.progress.callback import Progress as Progress

@@ -1,1 +1,0 @@
-from trainer.monitors.progress.callback import Progress as Progress
