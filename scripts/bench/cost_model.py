@@ -20,10 +20,10 @@ from scripts.bench.comm.rows import ROWS, Row
 from scripts.bench.report import Goal, at_most, new_file, report
 from scripts.bench.report import Row as Cells
 from scripts.command import command
-from trainer.tools.cost_model.machine import CodecCost, Link, Machine
-from trainer.tools.cost_model.messages import elements
+from trainer.cost.machine import CodecCost, Link, Machine
+from trainer.cost.messages import elements
 from trainer.tools.cost_model.predict import predict
-from trainer.tools.cost_model.workload import Choice, Workload
+from trainer.cost.workload import Choice, Workload
 
 DOCS = Path(__file__).parents[2] / "docs" / "measurements"
 CORES = 2  # of the machine of all tables

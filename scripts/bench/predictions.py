@@ -17,7 +17,7 @@ from typing import Any
 from scripts.bench.report import Goal, Row, at_most, parser, print_machine, report
 from scripts.bench.tune import STEPS, Cell, choose_cells, make_config, run_cell, run_rank, say
 from scripts.command import command
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import NOTHING, describe
 from trainer.tools.tune.configs import merge, refusal
 from trainer.tools.tune.journal import Journal

@@ -37,7 +37,7 @@ from scripts.command import command
 from trainer.config.compose import CONF, compose
 from trainer.errors import ConfigError
 from trainer.process.environment import detect
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import NOTHING, describe
 from trainer.tools.tune.journal import Journal
 from trainer.tools.tune.options import TuneOptions

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from trainer.tools.cost_model.machine import CodecCost, Link, Machine
+from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.tools.cost_model.predict import predict
-from trainer.tools.cost_model.setup import Setup, read
-from trainer.tools.cost_model.workload import Choice, Prediction, Workload
+from trainer.cost.setup import Setup, read
+from trainer.cost.workload import Choice, Prediction, Workload
 
 MIB = 1 << 20
 FAST = Link(0.0, 1e15, 0.0)

@@ -15,7 +15,7 @@ from support.network import Cluster, needs_cluster
 from trainer.comm.bandwidth import BUS_FACTORS
 from trainer.errors import ConfigError
 from trainer.tools import bench
-from trainer.tools.cost_model.machine import from_json
+from trainer.cost.machine import from_json
 from trainer.tools.measure.parts import PARTS
 
 BENCH = [sys.executable, "-m", "trainer.tools.bench"]

@@ -14,8 +14,8 @@ from trainer.callbacks.overlap.callback import Overlap
 from trainer.comm.codecs.registry import CODECS
 from trainer.composition import arrange
 from trainer.errors import ConfigError
-from trainer.tools.cost_model.messages import Shapes, of_codec, powersgd, sent
-from trainer.tools.cost_model.messages import onebit_adam as signs
+from trainer.cost.messages import Shapes, of_codec, powersgd, sent
+from trainer.cost.messages import onebit_adam as signs
 
 Formula = Callable[[Shapes, int], float]  # shapes, number of ranks -> bytes that a rank sends in a step
 CLASSES: dict[str, type[Callback]] = {

@@ -5,7 +5,7 @@ from dataclasses import astuple
 import pytest
 
 from scripts.bench.cost_model import DOCS, codecs, compare, goals, shapes, tables
-from trainer.tools.cost_model.messages import elements
+from trainer.cost.messages import elements
 
 TABLES = list(tables((DOCS / "comm.md").read_text()))
 COSTS = codecs((DOCS / "codecs.md").read_text())

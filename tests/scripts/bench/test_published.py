@@ -3,7 +3,7 @@
 import statistics
 
 from scripts.bench.published import CASES, bert, compare
-from trainer.tools.cost_model.messages import elements
+from trainer.cost.messages import elements
 
 
 def test_the_models_have_the_papers_parameters() -> None:

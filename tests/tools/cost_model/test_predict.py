@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.costs import FAST, MIB, choose, machine, predicted
 
-from trainer.tools.cost_model.machine import Link
+from trainer.cost.machine import Link
 
 CHOICES = [
     {},

@@ -9,7 +9,7 @@ from support.ranks import run_ranks
 
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
-from trainer.tools.cost_model.machine import Link
+from trainer.cost.machine import Link
 from trainer.tools.measure import collectives
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")

@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
-from trainer.tools.cost_model.machine import CodecCost
+from trainer.cost.machine import CodecCost
 from trainer.tools.measure import codecs, device, processor
 from trainer.tools.measure.parts import PARTS
 from trainer.tools.measure.report import Report

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from trainer.tools.cost_model.machine import CodecCost, Link, from_json
+from trainer.cost.machine import CodecCost, Link, from_json
 from trainer.tools.measure.collectives import Row
 from trainer.tools.measure.report import NO_LINK, Report
 

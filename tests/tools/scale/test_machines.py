@@ -10,7 +10,7 @@ from support.costs import machine
 
 from trainer.errors import ConfigError
 from trainer.monitors.throughput import COLUMN, H100
-from trainer.tools.cost_model.machine import Link, to_json
+from trainer.cost.machine import Link, to_json
 from trainer.tools.measure.report import NO_LINK
 from trainer.tools.scale.machines import PRESETS, find
 

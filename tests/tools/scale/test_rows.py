@@ -7,7 +7,7 @@ import pytest
 from support.costs import WORKLOAD, machine
 
 from trainer.checkpoint.interval import daly, prior_s
-from trainer.tools.cost_model.machine import Link
+from trainer.cost.machine import Link
 from trainer.tools.scale.machines import Cluster
 from trainer.tools.scale.rows import WAYS, Row, own_way, row, rows
 

@@ -19,7 +19,7 @@ from support.configs import toy_config
 from trainer.checkpoint.locate import CHECKPOINTED
 from trainer.errors import ConfigError
 from trainer.process.calling import echelon
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.apply import refuse_other_job, switch
 from trainer.tools.tune.configs import node
 

@@ -7,7 +7,7 @@ from support.configs import toy_config
 
 from trainer.process.cgroup import Limit
 from trainer.process.environment import Place
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import (
     NOTHING,
     candidates,

@@ -7,7 +7,7 @@ from support.configs import toy_config
 from support.runs import make
 
 from trainer.config.check import check
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.configs import alone, begun, find_start, merge, node, of_trial, ranks_with_data, whole
 
 

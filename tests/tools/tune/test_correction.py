@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.tools.cost_model.machine import Link, Machine
+from trainer.cost.machine import Link, Machine
 from trainer.tools.cost_model.predict import predict
-from trainer.tools.cost_model.workload import Choice, Workload
+from trainer.cost.workload import Choice, Workload
 from trainer.tools.tune.candidates import family
 from trainer.tools.tune.correction import Model, descend, in_words, robust
 

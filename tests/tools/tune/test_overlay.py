@@ -8,8 +8,8 @@ from trainer.config.check import check
 from trainer.config.compose import CONF, compose
 from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError
-from trainer.tools.cost_model.machine import Link
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.machine import Link
+from trainer.cost.workload import Choice
 from trainer.tools.tune.configs import merge
 from trainer.tools.tune.overlay import file_name, link_class, overlay, write
 

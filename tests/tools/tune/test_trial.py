@@ -10,7 +10,7 @@ from support.configs import toy_config
 from support.ranks import run_ranks
 
 from trainer.process.environment import Place
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.configs import begun, find_start, merge, of_trial
 from trainer.tools.tune.trial import run_trial, step_seconds
 

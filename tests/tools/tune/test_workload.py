@@ -5,7 +5,7 @@ from support.cli import ROOT
 from support.costs import choose, machine, setup
 
 from trainer.config.compose import CONF, compose
-from trainer.tools.cost_model.passes import SPLIT
+from trainer.cost.passes import SPLIT
 from trainer.tools.tune.workload import make_workload, outline, with_phases, without_recomputation
 
 

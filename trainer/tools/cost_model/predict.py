@@ -7,15 +7,15 @@ import math
 from dataclasses import replace
 from statistics import NormalDist
 
-from trainer.tools.cost_model.buckets import lay_out
+from trainer.cost.buckets import lay_out
 from trainer.tools.cost_model.fsdp import fsdp
-from trainer.tools.cost_model.machine import Machine
-from trainer.tools.cost_model.memory import predict_memory
-from trainer.tools.cost_model.passes import Passes, in_step, passes
-from trainer.tools.cost_model.reduction import reduce
-from trainer.tools.cost_model.setup import Setup, read
+from trainer.cost.machine import Machine
+from trainer.cost.memory import predict_memory
+from trainer.cost.passes import Passes, in_step, passes
+from trainer.cost.reduction import reduce
+from trainer.cost.setup import Setup, read
 from trainer.tools.cost_model.strategies import Cost, gathered_weights, idle, local_sgd, onebit_adam, pipeline
-from trainer.tools.cost_model.workload import Choice, Prediction, Workload
+from trainer.cost.workload import Choice, Prediction, Workload
 
 
 def predict(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Prediction:

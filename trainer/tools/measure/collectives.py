@@ -15,8 +15,8 @@ from trainer.comm.bandwidth import bandwidths
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import all_gather, reduce_scatter
 from trainer.parallel.warmup import wait
-from trainer.tools.cost_model.fit import fit_link
-from trainer.tools.cost_model.machine import Link
+from trainer.tools.measure.fit import fit_link
+from trainer.cost.machine import Link
 from trainer.tools.measure.processor import Meter
 
 FITTED = "all_reduce"  # its times give a level's link

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from trainer.comm.ranks import Ranks
 from trainer.errors import DataError, printable
-from trainer.tools.cost_model.machine import CodecCost
+from trainer.cost.machine import CodecCost
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives, device, storage
 from trainer.tools.measure.report import HEAD, Report

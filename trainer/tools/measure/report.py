@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from trainer.tools.cost_model.machine import CodecCost, Link, Machine, to_json
+from trainer.cost.machine import CodecCost, Link, Machine, to_json
 from trainer.tools.measure.collectives import FITTED, Row, with_shares
 
 HEAD = f"{'collective':<15}{'bytes':>12}{'us':>14}{'algbw MB/s':>12}{'busbw MB/s':>12}{'CPU us':>12}"

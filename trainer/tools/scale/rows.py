@@ -6,8 +6,8 @@ from typing import Any
 
 from trainer.checkpoint.interval import daly, lost, prior_s
 from trainer.tools.cost_model.predict import predict
-from trainer.tools.cost_model.setup import MONITORS
-from trainer.tools.cost_model.workload import Choice, Prediction, Workload
+from trainer.cost.setup import MONITORS
+from trainer.cost.workload import Choice, Prediction, Workload
 from trainer.tools.scale.machines import Cluster
 
 GRADIENT = 4  # bytes of a parameter, which no checkpoint has

@@ -12,7 +12,7 @@ from trainer.config.check import LIBRARIES, split_groups
 from trainer.errors import ConfigError, printable
 from trainer.optim.groups import ParameterRules, WithGroups
 from trainer.parallel.blocks import find_blocks
-from trainer.tools.cost_model.workload import Workload
+from trainer.cost.workload import Workload
 from trainer.tools.scale.machines import Cluster
 from trainer.tools.scale.options import ScaleOptions
 

@@ -18,7 +18,7 @@ from trainer.plan import stateful
 from trainer.process.calling import echelon
 from trainer.redact import redact
 from trainer.run_dir import refuse_cut, stored_config
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, merge, refusal
 
 SHOWING = (Role.MEASURE, Role.OBSERVE)

@@ -10,7 +10,7 @@ from trainer.checkpoint.manifest import verify
 from trainer.comm.nccl import VARIABLES
 from trainer.process import cgroup
 from trainer.process.environment import Place
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, is_exact, merge, node, ranks_with_data, refusal
 
 Callbacks = dict[str, dict[str, Any]]  # name -> knobs

@@ -18,7 +18,7 @@ from trainer.config.compose import CONF
 from trainer.config.options import Options
 from trainer.errors import ConfigError
 from trainer.plan import features, split_over
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 
 KEPT = frozenset({"advice"})  # of the callbacks that show numbers: the others would write the terminal or other places
 LOGGED = 5  # steps of a trial, or more

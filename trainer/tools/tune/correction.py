@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainer.tools.cost_model.machine import CodecCost, Link, Machine
+from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.tools.cost_model.predict import fit_memory, with_data, without_data
-from trainer.tools.cost_model.setup import READ, Setup, read
-from trainer.tools.cost_model.workload import Choice, Prediction, Workload
+from trainer.cost.setup import READ, Setup, read
+from trainer.cost.workload import Choice, Prediction, Workload
 
 NOISE = 0.03  # of a measured step, as a share
 OTHER = 0.1  # spread of the fixed seconds that the model has missed, as a share of today's step

@@ -11,7 +11,7 @@ import torch
 
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place, cores
-from trainer.tools.cost_model.machine import CodecCost, Link, Machine
+from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives
 from trainer.tools.measure.collectives import with_shares

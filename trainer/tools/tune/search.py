@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import unseen
 from trainer.tools.tune.correction import Model
 from trainer.tools.tune.team import OUT_OF_MEMORY, TrialFailed

@@ -8,10 +8,10 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.parallel.batch_norm import normalises_by_batch
 from trainer.parallel.blocks import find_blocks
-from trainer.tools.cost_model.memory import kept
-from trainer.tools.cost_model.passes import recomputed, splitting
-from trainer.tools.cost_model.setup import Setup
-from trainer.tools.cost_model.workload import Workload
+from trainer.cost.memory import kept
+from trainer.cost.passes import recomputed, splitting
+from trainer.cost.setup import Setup
+from trainer.cost.workload import Workload
 from trainer.tools.scale.work import NUMBER, kept_by, on_meta
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainer.tools.cost_model import messages
-from trainer.tools.cost_model.buckets import Bucket
-from trainer.tools.cost_model.collectives import Wire, add, time, two_levels
-from trainer.tools.cost_model.machine import CodecCost
-from trainer.tools.cost_model.messages import Message
-from trainer.tools.cost_model.setup import Setup
-from trainer.tools.cost_model.simulate import Job, Phase
+from trainer.cost import messages
+from trainer.cost.buckets import Bucket
+from trainer.cost.collectives import Wire, add, time, two_levels
+from trainer.cost.machine import CodecCost
+from trainer.cost.messages import Message
+from trainer.cost.setup import Setup
+from trainer.cost.simulate import Job, Phase
 
 NO_COST = CodecCost(0.0, 0.0)
 

@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-from trainer.tools.cost_model import messages
-from trainer.tools.cost_model.buckets import fragments, shapes_of
-from trainer.tools.cost_model.collectives import Wire, add, time
-from trainer.tools.cost_model.messages import Message
-from trainer.tools.cost_model.passes import Passes
-from trainer.tools.cost_model.reduction import NO_COST, copying, reduce
-from trainer.tools.cost_model.setup import Setup
-from trainer.tools.cost_model.simulate import Job, Task, simulate
+from trainer.cost import messages
+from trainer.cost.buckets import fragments, shapes_of
+from trainer.cost.collectives import Wire, add, time
+from trainer.cost.messages import Message
+from trainer.cost.passes import Passes
+from trainer.cost.reduction import NO_COST, copying, reduce
+from trainer.cost.setup import Setup
+from trainer.cost.simulate import Job, Task, simulate
 
 OUTER_COPIES = 3  # that local_sgd makes of the weights for a synchronisation, beside the codec
 ONEBIT_COPIES = 10  # that onebit_adam's unfused step makes of the parameters

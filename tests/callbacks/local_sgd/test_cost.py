@@ -3,8 +3,8 @@
 import pytest
 from support.costs import CODECS, MIB, choose, machine, setup
 
-from trainer.tools.cost_model.machine import CodecCost, Link
-from trainer.tools.cost_model.passes import SPLIT, passes
+from trainer.cost.machine import CodecCost, Link
+from trainer.cost.passes import SPLIT, passes
 from trainer.tools.cost_model.strategies import gathered_weights, idle, local_sgd, onebit_adam, pipeline
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trainer.tools.cost_model.fit import fit_line, fit_link
+from trainer.tools.measure.fit import fit_line, fit_link
 from trainer.tools.measure.collectives import sizes
 
 SIZES = sizes(64 << 20)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.parallel.evenly import evenly
-from trainer.tools.cost_model.messages import Shapes
-from trainer.tools.cost_model.setup import Setup
+from trainer.cost.messages import Shapes
+from trainer.cost.setup import Setup
 
 MIB = 1 << 20
 FIRST_MIB, DEFAULT_MIB = 1.0, 25.0  # DDP's

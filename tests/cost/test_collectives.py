@@ -3,9 +3,9 @@
 import pytest
 from support.costs import machine
 
-from trainer.tools.cost_model.collectives import Group, add, of_ranks, time, two_levels
-from trainer.tools.cost_model.machine import Link
-from trainer.tools.cost_model.messages import Message
+from trainer.cost.collectives import Group, add, of_ranks, time, two_levels
+from trainer.cost.machine import Link
+from trainer.cost.messages import Message
 
 INSIDE, ACROSS = Link(0.001, 100e6, 1e-9), Link(0.01, 10e6, 2e-9)
 OWN = machine(8, 4, ACROSS, inside=INSIDE)

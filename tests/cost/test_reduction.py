@@ -3,10 +3,10 @@
 import pytest
 from support.costs import CODECS, MIB, choose, machine, setup
 
-from trainer.tools.cost_model.buckets import lay_out
-from trainer.tools.cost_model.machine import CodecCost
-from trainer.tools.cost_model.reduction import copying, reduce
-from trainer.tools.cost_model.simulate import Phase
+from trainer.cost.buckets import lay_out
+from trainer.cost.machine import CodecCost
+from trainer.cost.reduction import copying, reduce
+from trainer.cost.simulate import Phase
 
 ONE = {"trainer__ddp__bucket_mib": 10_000}
 SIZE = 10 * MIB

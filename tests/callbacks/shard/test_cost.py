@@ -6,8 +6,8 @@ import pytest
 from support.costs import FAST, MIB, choose, machine, setup
 
 from trainer.tools.cost_model.fsdp import fsdp
-from trainer.tools.cost_model.machine import Link
-from trainer.tools.cost_model.passes import passes
+from trainer.cost.machine import Link
+from trainer.cost.passes import passes
 
 UNITS = {"trainer__ddp__bucket_mib": 1}
 

@@ -3,7 +3,7 @@
 import json
 import math
 
-from trainer.tools.cost_model.machine import CodecCost, Link, Machine, from_json, to_json
+from trainer.cost.machine import CodecCost, Link, Machine, from_json, to_json
 
 
 def test_a_machine_comes_back_from_json() -> None:

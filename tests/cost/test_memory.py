@@ -3,7 +3,7 @@
 import pytest
 from support.costs import MIB, WORKLOAD, choose, machine, setup
 
-from trainer.tools.cost_model.memory import in_flight, kept_by_callbacks, model_bytes, predict_memory
+from trainer.cost.memory import in_flight, kept_by_callbacks, model_bytes, predict_memory
 
 P = 10 * MIB
 

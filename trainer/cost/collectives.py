@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainer.tools.cost_model.machine import Machine
-from trainer.tools.cost_model.messages import Message
+from trainer.cost.machine import Machine
+from trainer.cost.messages import Message
 
 
 class Group(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.comm.bandwidth import BUS_FACTORS, HOPS
-from trainer.tools.cost_model.machine import Link
+from trainer.cost.machine import Link
 
 HUBER = 1.345  # standard deviations up to which a residual counts by its square (Huber 1964): 95 % efficiency
 TURNS = 50  # of reweighting; it settles in fewer than ten

@@ -7,9 +7,9 @@ from support.costs import WORKLOAD, choose, machine, setup
 
 from trainer.config.compose import CONF
 from trainer.errors import ConfigError
-from trainer.tools.cost_model.collectives import Group
-from trainer.tools.cost_model.setup import FREE, MODELLED, MONITORS, WHY, defaults
-from trainer.tools.cost_model.workload import Choice
+from trainer.cost.collectives import Group
+from trainer.cost.setup import FREE, MODELLED, MONITORS, WHY, defaults
+from trainer.cost.workload import Choice
 
 CALLBACKS = sorted(path.stem for path in (CONF / "callbacks").glob("*.yaml"))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.tools.cost_model.simulate import Job, Phase, Task, rates, simulate
+from trainer.cost.simulate import Job, Phase, Task, rates, simulate
 
 
 def wire(seconds: float, cores: float = 0.0, urgency: float = 0.0) -> Job:

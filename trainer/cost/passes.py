@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.tools.cost_model.buckets import Bucket, joined, stretches
-from trainer.tools.cost_model.reduction import copying, reduce, total
-from trainer.tools.cost_model.setup import Setup
-from trainer.tools.cost_model.simulate import Job, Task, simulate
+from trainer.cost.buckets import Bucket, joined, stretches
+from trainer.cost.reduction import copying, reduce, total
+from trainer.cost.setup import Setup
+from trainer.cost.simulate import Job, Task, simulate
 
 STEPS = 4  # after so many, overlap's steps are alike
 SPLIT = 1.25  # of a backward pass whose gradients of inputs come before those of weights: docs/cost-model.md

@@ -3,12 +3,12 @@
 import itertools
 from collections.abc import Sequence
 
-from trainer.tools.cost_model.buckets import Bucket, joined, stretches
-from trainer.tools.cost_model.collectives import Group, Wire, add, time
-from trainer.tools.cost_model.messages import Message
-from trainer.tools.cost_model.passes import Passes
-from trainer.tools.cost_model.setup import Setup
-from trainer.tools.cost_model.simulate import Job, Phase, Task, simulate
+from trainer.cost.buckets import Bucket, joined, stretches
+from trainer.cost.collectives import Group, Wire, add, time
+from trainer.cost.messages import Message
+from trainer.cost.passes import Passes
+from trainer.cost.setup import Setup
+from trainer.cost.simulate import Job, Phase, Task, simulate
 from trainer.tools.cost_model.strategies import Cost
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from support.costs import MIB, choose, machine, setup
 
-from trainer.tools.cost_model.buckets import lay_out, limits, shares
+from trainer.cost.buckets import lay_out, limits, shares
 
 SIZES = (3 * MIB, 40_000, 7 * MIB, 900, 2 * MIB, 5 * MIB, 10, 4 * MIB, MIB, 60_000, 2 * MIB)  # elements
 

@@ -3,7 +3,7 @@
 import pytest
 from support.costs import choose, machine, setup
 
-from trainer.tools.cost_model.passes import passes
+from trainer.cost.passes import passes
 
 
 @pytest.mark.parametrize(

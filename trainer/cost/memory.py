@@ -3,8 +3,8 @@
 The cards of the callbacks have the formulas; `tests/callbacks` count most of them on real ranks.
 """
 
-from trainer.tools.cost_model.buckets import lay_out
-from trainer.tools.cost_model.setup import Setup
+from trainer.cost.buckets import lay_out
+from trainer.cost.setup import Setup
 
 KEPT = {"full": 0.1, "selective": 0.63, "offload": 0.05}  # of activations, as activation_checkpoint's card measures
 IN_FLIGHT = 4  # buckets that optimizer_in_backward holds at most

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.tools.cost_model.messages import Message, decodes, of_codec, onebit_adam, sent
+from trainer.cost.messages import Message, decodes, of_codec, onebit_adam, sent
 
 SHAPES = [(10, 8), (8,), (4, 3, 2), (2, 2)]  # 80 + 8 + 24 + 4 = 116 elements
 

@@ -10,10 +10,10 @@ from trainer.config.compose import CONF
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import option_parameters
 from trainer.errors import ConfigError, nearest
-from trainer.tools.cost_model.collectives import Group, of_ranks
-from trainer.tools.cost_model.machine import Machine
+from trainer.cost.collectives import Group, of_ranks
+from trainer.cost.machine import Machine
 from trainer.tools.cost_model.stages import parts_of_ranks
-from trainer.tools.cost_model.workload import Choice, Workload
+from trainer.cost.workload import Choice, Workload
 
 MODELLED = frozenset({
     "activation_checkpoint", "auto_batch", "bucket", "grad_compress", "hierarchical", "local_sgd",

@@ -3,8 +3,8 @@
 import pytest
 from support.costs import FAST, MIB, choose, machine, setup
 
-from trainer.tools.cost_model.machine import Link
-from trainer.tools.cost_model.passes import in_step, passes
+from trainer.cost.machine import Link
+from trainer.cost.passes import in_step, passes
 
 
 def seconds(own, callbacks: dict[str, dict[str, object]] | None = None, **settings: object) -> float:
