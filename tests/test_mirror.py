@@ -5,7 +5,7 @@ from pathlib import Path
 TESTS, TRAINER = Path(__file__).parent, Path(__file__).parents[1] / "trainer"
 UNTESTED = {
     "recipe": "a Protocol, which has types and no behaviour",
-    "tools/cost_model/workload": "dataclasses without behaviour",
+    "cost/workload": "dataclasses without behaviour",
 }
 FOLDERS = {
     "docs": "of pages, cards and docstrings",

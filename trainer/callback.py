@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer.annotated import called, check_arguments
 from trainer.comm.reduce import Reduce
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.data.batch import Split, Step
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
@@ -186,6 +187,13 @@ class Callback:
         Each state is read when it is asked for: drop it before the next, for all of them may not fit in memory.
         """
         raise NotImplementedError
+
+    def cost(self) -> Cost | None:
+        """Return what this callback changes in the cost of a step, for `tune` and `scale`; None: it is not modelled.
+
+        What measures or shows numbers is a part of the step's fixed seconds, which are measured.
+        """
+        return Cost() if self.role >= Role.MEASURE else None
 
     def __repr__(self) -> str:
         return called(self)

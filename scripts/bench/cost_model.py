@@ -22,8 +22,8 @@ from scripts.bench.report import Row as Cells
 from scripts.command import command
 from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.cost.messages import elements
-from trainer.tools.cost_model.predict import predict
 from trainer.cost.workload import Choice, Workload
+from trainer.tools.cost_model.predict import predict
 
 DOCS = Path(__file__).parents[2] / "docs" / "measurements"
 CORES = 2  # of the machine of all tables

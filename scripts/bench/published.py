@@ -16,8 +16,8 @@ from scripts.bench.report import Row as Cells
 from scripts.bench.report import new_file, report
 from scripts.command import command
 from trainer.cost.machine import Link, Machine
-from trainer.tools.cost_model.predict import predict
 from trainer.cost.workload import Choice, Workload
+from trainer.tools.cost_model.predict import predict
 from trainer.tools.scale.machines import NETWORK_LATENCY, NVLINK_LATENCY, PRESETS
 
 Shapes = list[tuple[int, ...]]

@@ -35,9 +35,9 @@ from scripts.bench.report import Goal, Row, at_least, at_most, parser, print_mac
 from scripts.cluster.netns import Cluster
 from scripts.command import command
 from trainer.config.compose import CONF, compose
+from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
 from trainer.process.environment import detect
-from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import NOTHING, describe
 from trainer.tools.tune.journal import Journal
 from trainer.tools.tune.options import TuneOptions

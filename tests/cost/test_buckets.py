@@ -19,18 +19,9 @@ def test_buckets_are_ddp_s(mib: float | None) -> None:
     assert [bucket.elements for bucket in found] == [sum(SIZES[::-1][i] for i in indices) for indices in expected]
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "expected"),
-    [
-        ({}, [1, 25]),
-        ({"overlap": {}}, [1]),
-        ({"bucket": {"mib": 4}}, [4, 4]),
-        ({"bucket": {"mib": "auto", "first_mib": 2}}, [2, 25]),
-        ({"bucket": {"mibs": [1, 2, 3]}}, [1, 2, 3]),
-    ],
-)
-def test_sizes(callbacks: dict[str, dict[str, object]], expected: list[float]) -> None:
-    assert limits(setup(machine(background=False), choose(callbacks))) == expected
+def test_sizes_of_buckets() -> None:
+    assert limits(setup(machine())) == [1, 25] and limits(setup(machine(), choose(trainer__ddp__bucket_mib=4))) == [4]
+    assert limits(setup(machine(background=False), choose({"overlap": {}}))) == [1]
     assert limits(setup(machine(), choose({"overlap": {}}))) == [25]  # on NCCL
 
 
@@ -42,6 +33,6 @@ def test_tables_and_vectors_take_no_share_of_the_passes() -> None:
 
 
 def test_shares_add_up() -> None:
-    for stages in (1, 2):
-        found = lay_out(setup(machine(4), choose({"pipeline": {"stages": stages}})))
+    for callbacks in ({}, {"pipeline": {"stages": 2}}):
+        found = lay_out(setup(machine(4), choose(callbacks)))
         assert sum(bucket.share for bucket in found) == pytest.approx(1)

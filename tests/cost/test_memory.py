@@ -3,9 +3,14 @@
 import pytest
 from support.costs import MIB, WORKLOAD, choose, machine, setup
 
-from trainer.cost.memory import in_flight, kept_by_callbacks, model_bytes, predict_memory
+from trainer.cost.memory import held, predict_memory
+from trainer.cost.setup import Setup
 
 P = 10 * MIB
+
+
+def model_bytes(setup: Setup) -> float:
+    return sum(held(setup)[:4])
 
 
 @pytest.mark.parametrize(
@@ -50,21 +55,16 @@ def test_views_save_a_copy() -> None:
     ],
 )
 def test_what_callbacks_keep(callbacks: dict[str, dict[str, object]], copies: float) -> None:
-    assert kept_by_callbacks(setup(machine(4), choose(callbacks))) == pytest.approx(copies * P)
+    assert held(setup(machine(4), choose(callbacks))).other == pytest.approx(copies * P)
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "share"),
-    [({}, 1), ({"activation_checkpoint": {}}, 0.1), ({"activation_checkpoint": {"every": 2}}, 0.55),
-     ({"activation_checkpoint": {"budget": 0.3}}, 0.3)],
-)  # fmt: skip
-def test_activations(callbacks: dict[str, dict[str, object]], share: float) -> None:
-    own = setup(machine(1), choose(callbacks), batch=8)
-    assert predict_memory(own) - model_bytes(own) == pytest.approx(8 * 1000 * share)
+def test_activations_of_a_micro_batch() -> None:
+    own = setup(machine(1), choose(micro_batch=2), batch=8)
+    assert predict_memory(own) - model_bytes(own) == pytest.approx(2 * 1000)
 
 
 @pytest.mark.parametrize(("schedule", "count"), [("gpipe", 8), ("1f1b", 2), ("pipedream_2bw", 2)])
 def test_micro_batches_in_flight(schedule: str, count: int) -> None:
     own = setup(machine(2), choose({"pipeline": {"schedule": schedule}}, accumulate=8), batch=8)
-    assert in_flight(own) == count
+    assert own.costs["pipeline"].in_flight(own) == count
     assert model_bytes(own) == (2 if schedule != "pipedream_2bw" else 3) * P and WORKLOAD.state_bytes == 4 * P

@@ -2,7 +2,9 @@
 
 import pytest
 
-from trainer.cost.messages import Message, decodes, of_codec, onebit_adam, sent
+from trainer.comm.codecs.registry import make
+from trainer.comm.codecs.sign import sign_bytes
+from trainer.cost.messages import Message, plain, sent
 
 SHAPES = [(10, 8), (8,), (4, 3, 2), (2, 2)]  # 80 + 8 + 24 + 4 = 116 elements
 
@@ -17,8 +19,7 @@ def test_what_four_ranks_send_of_a_byte(collective: str, size: float) -> None:
 @pytest.mark.parametrize(
     ("codec", "knobs", "expected"),
     [
-        ("none", {}, 1.5 * 464),
-        ("bf16", {"density": None}, 1.5 * 232),
+        ("bf16", {}, 1.5 * 232),
         ("fp16", {}, 1.5 * 236),
         ("int8", {"block": 64}, 1.5 * (116 + 4 * 116 / 64)),
         ("topk", {"density": 0.5}, 3 * (4 * 58 + 116 / 16384)),
@@ -29,12 +30,12 @@ def test_what_four_ranks_send_of_a_byte(collective: str, size: float) -> None:
     ],
 )
 def test_bytes_of_a_codec(codec: str, knobs: dict[str, object], expected: float) -> None:
-    assert sent(of_codec(codec, SHAPES, 4, knobs), 4) == pytest.approx(expected)
+    assert sent(make(codec, knobs).messages(SHAPES, 4), 4) == pytest.approx(expected)
 
 
-def test_bytes_of_onebit_adam() -> None:
-    assert sent(onebit_adam(SHAPES), 4) == pytest.approx(1.5 * (14.5 + 16))
+def test_bytes_of_plain_gradients_and_of_signs() -> None:
+    assert sent(plain(SHAPES), 4) == 1.5 * 464 and sign_bytes(SHAPES) == 14.5 + 16
 
 
 def test_a_rank_decodes_every_payload_that_is_gathered() -> None:
-    assert [decodes(codec, 8) for codec in ("topk", "dgc", "sign", "int8", "bf16")] == [8, 8, 8, 1, 1]
+    assert [make(codec, {}).decodes(8) for codec in ("topk", "dgc", "sign", "int8", "bf16")] == [8, 8, 8, 1, 1]

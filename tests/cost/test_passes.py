@@ -1,4 +1,4 @@
-"""The step of DDP and of overlap by hand. Ten layers of 1 MiB; 2 samples a rank take 0.2 s forward, 0.4 s backward."""
+"""The step of DDP by hand. Ten layers of 1 MiB; 2 samples a rank take 0.2 s forward, 0.4 s backward."""
 
 import pytest
 from support.costs import FAST, MIB, choose, machine, setup
@@ -19,7 +19,6 @@ def link(each_s: float, cpu_s: float = 0.0) -> Link:
 
 def test_a_fast_link_adds_nothing() -> None:
     assert seconds(machine(across=FAST)) == pytest.approx(0.61, abs=1e-6)
-    assert seconds(machine(across=FAST), {"overlap": {}}) == pytest.approx(0.61, abs=1e-6)
 
 
 def test_buckets_are_sent_beside_the_backward_pass() -> None:
@@ -35,29 +34,6 @@ def test_one_bucket_hides_nothing() -> None:
     assert seconds(machine(across=link(0.1)), trainer__ddp__bucket_mib=99) == pytest.approx(0.61 + 1.0)
 
 
-def test_overlap_hides_behind_the_next_forward_pass_too() -> None:
-    """The link rests only while layers 8 and 9 step, layer 9 runs backward and the next bucket is not ready."""
-    assert seconds(machine(across=link(0.1)), {"overlap": {}}, trainer__ddp__bucket_mib=1) == pytest.approx(
-        1.0 + 2 * 0.021 + 0.04
-    )
-
-
-def test_overlap_waits_for_the_layer_that_is_ready_last_and_needed_first() -> None:
-    """The link takes 0.05 s a layer, the backward pass 0.04 s. At its end, layer 1 needs 0.04 s, layer 0 0.05 s."""
-    assert seconds(machine(across=link(0.05)), {"overlap": {}}, trainer__ddp__bucket_mib=1) == pytest.approx(
-        0.61 + 0.04 + 0.05
-    )
-
-
-def test_overlap_waits_in_the_first_forward_pass_of_a_step() -> None:
-    """Of three micro-batches of a sample, the first waits. The link rests while the others run."""
-    found = setup(
-        machine(across=link(0.1)), choose({"overlap": {}}, trainer__ddp__bucket_mib=1, micro_batch=1), batch=6
-    )
-    rests_s = 2 * 0.011 + (3 * 0.3 - 0.1 - 0.2) + 0.02
-    assert in_step(found, passes(found), codec=True) == pytest.approx(1.0 + rests_s)
-
-
 def test_a_core_is_needed_by_both() -> None:
     """A link that takes half a core, and all of the backward pass: on one core the pass takes longer."""
     slow, fast = (seconds(machine(across=link(0.03, 0.015), cores=n), trainer__ddp__bucket_mib=1) for n in (1.0, 2.0))
@@ -67,16 +43,6 @@ def test_a_core_is_needed_by_both() -> None:
 def test_only_the_last_micro_batch_reduces() -> None:
     plain = seconds(machine(across=link(0.1)), trainer__ddp__bucket_mib=1, micro_batch=1)
     assert plain == pytest.approx(0.3 + 0.1 + 0.02 + 10 * 0.1 + 0.01)
-
-
-@pytest.mark.parametrize(
-    ("knobs", "expected"), [({}, 0.8), ({"every": 2}, 0.7), ({"policy": "offload"}, 0.6), ({"budget": 0.75}, 0.65)]
-)
-def test_recomputed_passes(knobs: dict[str, object], expected: float) -> None:
-    found = passes(setup(machine(), choose({"activation_checkpoint": knobs})))
-    assert found.compute_s == pytest.approx(expected)
-    ends = setup(machine(), choose({"activation_checkpoint": knobs}), parts=(0.25, 0.3, 0.2, 0.25))  # run once
-    assert passes(ends).compute_s == pytest.approx((0.6 + expected) / 2)
 
 
 def test_the_fixed_part_of_a_pass() -> None:

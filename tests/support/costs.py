@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.cost.machine import CodecCost, Link, Machine
-from trainer.tools.cost_model.predict import predict
-from trainer.cost.setup import Setup, read
+from trainer.cost.setup import Setup
 from trainer.cost.workload import Choice, Prediction, Workload
+from trainer.tools.cost_model.predict import predict
+from trainer.tools.cost_model.read import read
 
 MIB = 1 << 20
 FAST = Link(0.0, 1e15, 0.0)

@@ -13,9 +13,9 @@ from support.cli import environment
 from support.network import Cluster, needs_cluster
 
 from trainer.comm.bandwidth import BUS_FACTORS
+from trainer.cost.machine import from_json
 from trainer.errors import ConfigError
 from trainer.tools import bench
-from trainer.cost.machine import from_json
 from trainer.tools.measure.parts import PARTS
 
 BENCH = [sys.executable, "-m", "trainer.tools.bench"]

@@ -1,6 +1,7 @@
 """Finds the largest micro-batch that fits, and halves it when memory runs out."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from trainer.callback import Callback, Role, name_of
 from trainer.checks.recipe import weight_of
 from trainer.config.batch import split_batch
 from trainer.context import Context
+from trainer.cost.memory import predict_memory
+from trainer.cost.setup import Cost, Setup
 from trainer.data.batch import Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
 from trainer.data.parts import Parts
@@ -54,6 +57,9 @@ class AutoBatch(Callback):
         self.max_micro = max_micro
         self.asked = 0  # the first position that this rank has not loaded or begun to load
         self.probing = False
+
+    def cost(self) -> Cost:
+        return LargestMicroBatch(max_micro=self.max_micro)
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
         refuse_fixed_split(KEY, trainer.strategy.lockstep, trainer.plan.order)
@@ -188,3 +194,18 @@ class Kept(Step):
             yield one
         if len(self.given) < len(self.weights):
             raise RuntimeError("auto_batch: memory ran out while a batch was copied to the device; set a smaller batch")
+
+
+@dataclass(frozen=True)
+class LargestMicroBatch(Cost):
+    """The largest micro-batch whose step fits the memory, of those up to `max_micro`."""
+
+    max_micro: int | None = None
+
+    def choose(self, setup: Setup) -> Setup:
+        limit = setup.machine.memory_bytes
+        if limit is None:
+            return setup
+        most = min(self.max_micro or setup.samples, setup.samples)
+        tries = [replace(setup, settings={**setup.settings, "micro_batch": micro}) for micro in range(most, 0, -1)]
+        return next((each for each in tries if predict_memory(each) <= limit), tries[-1])

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 
 from trainer.annotated import NonNegativeInt
 from trainer.callback import Callback, Role
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
 from trainer.parallel.blocks import find_blocks, longest_list
@@ -96,6 +97,9 @@ class Compile(Callback):
             }
         self.conflicts = refused
         self.counters: list[GraphCounter] = []
+
+    def cost(self) -> Cost:
+        return Cost(left_out="its factor on the passes is not measured, and is taken as 1")
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         compile_graph = self._graph_compiler(trainer.device)

@@ -6,6 +6,7 @@ from typing import Any
 from trainer.annotated import Beta
 from trainer.callback import Callback, Role
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.log import log
 from trainer.parallel.averaged_model import AveragedModel
 
@@ -31,6 +32,9 @@ class EMA(Callback):
     def __init__(self, decay: Beta = 0.999) -> None:
         self.decay = decay
         self.restored: dict[str, Any] | None = None
+
+    def cost(self) -> Cost:
+        return Cost(copies=1, left_out="its pass over the weights is not modelled")
 
     def on_fit_start(self, trainer) -> None:
         self.averaged = AveragedModel(trainer.strategy, trainer.module)

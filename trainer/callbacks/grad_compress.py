@@ -16,6 +16,7 @@ from trainer.comm.codecs.registry import make, refuse
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -67,6 +68,10 @@ class GradCompress(Callback):
         self.provides = frozenset({"compresses_all"} if level == "all" else ())
         if level == "inter":
             self.requires = {"hierarchical": "level=inter compresses between nodes; add hierarchical, or use level=all"}
+
+    def cost(self) -> Cost:
+        name, between = self.setting["codec"], self.level == "inter"
+        return Cost(codec=self.codec, codec_name=name, encodes=True, between_nodes=between)
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         refuse_complex(trainer.module, "callbacks.grad_compress", "codecs send real numbers")

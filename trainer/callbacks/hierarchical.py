@@ -6,6 +6,7 @@ from trainer.annotated import PositiveInt
 from trainer.callback import Callback, Role
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -26,6 +27,9 @@ class Hierarchical(Callback):
 
     def __init__(self, ranks_per_node: PositiveInt | None = None) -> None:
         self.ranks_per_node = ranks_per_node
+
+    def cost(self) -> Cost:
+        return Cost(two_levels=True)
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> "TwoLevel":
         world, per_node = trainer.world, self.ranks_per_node or trainer.ranks.ranks_per_node("hierarchical")

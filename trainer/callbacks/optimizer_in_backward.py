@@ -12,6 +12,8 @@ from trainer.callback import Callback, Role
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce, Reduced
+from trainer.cost.buckets import lay_out
+from trainer.cost.setup import Cost, Held, Setup
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -22,6 +24,7 @@ from trainer.parallel.ddp import DDP
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import SingleDevice
 
+IN_MEMORY = 4  # buckets whose gradients are there at most
 MOST_SENT = 2  # buckets: one is reduced while the backward pass fills the next
 
 
@@ -57,6 +60,9 @@ class OptimizerInBackward(Callback):
         self.done: set[Tensor] = set()  # parameters whose gradient of this step was taken
         self.sent = 0  # buckets of this step
         self.flying = deque[tuple[Bucket, Reduced]]()
+
+    def cost(self) -> Cost:
+        return FreedGradients()
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.reduce, self.background = reduce, Background(trainer.device)
@@ -146,3 +152,13 @@ class OptimizerInBackward(Callback):
     def _names(self, params: Sequence[Tensor]) -> str:
         names: dict[Tensor, str] = {p: name for name, p in self.trainer.module.named_parameters()}
         return ", ".join(names[p] for p in params)
+
+
+class FreedGradients(Cost):
+    """With one pass a step, the gradients of a few buckets are there at a time."""
+
+    def hold(self, setup: Setup, held: Held) -> Held:
+        if setup.passes > 1:
+            return held
+        most = IN_MEMORY * 4 * max(bucket.elements for bucket in lay_out(setup))
+        return held._replace(gradients=min(setup.gradient_bytes, most), buckets=0.0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from trainer.callback import Callback, Role
 from trainer.config.duration import Duration, Periods
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.data.batch import Micro
 from trainer.errors import ConfigError
 from trainer.log import log
@@ -57,6 +58,9 @@ class SWA(Callback):
         # On the CPU, and changed in place: a rollback puts them back.
         self.averaged = torch.zeros((), dtype=torch.int64)  # weights in the average
         self.updated = torch.zeros((), dtype=torch.int64)  # the same, when BatchNorm's statistics were computed
+
+    def cost(self) -> Cost:
+        return Cost(copies=1, left_out="its passes over the weights and over training data are not modelled")
 
     def on_fit_start(self, trainer) -> None:
         self.start, self.periods = self._periods(trainer)

@@ -3,26 +3,14 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from trainer.parallel.evenly import evenly
 from trainer.cost.messages import Shapes
-from trainer.cost.setup import Setup
+from trainer.cost.setup import Bucket, Setup
 
 MIB = 1 << 20
 FIRST_MIB, DEFAULT_MIB = 1.0, 25.0  # DDP's
-OVERLAP_MIB = 1.0  # overlap's own default on gloo; on NCCL all its buckets have DDP's
 MOST = 64  # stretches of a backward pass that are simulated one by one
 TABLE = 8  # a matrix with so many times more rows than columns is a table: reading it computes nothing
-
-
-class Bucket(NamedTuple):
-    """Gradients that are reduced together."""
-
-    shapes: Shapes
-    elements: int
-    share: float  # of the backward pass, since the bucket before was ready
-    first: int  # the smallest index of its parameters: the forward pass needs it then
 
 
 def stretches(setup: Setup) -> list[tuple[Bucket, ...]]:
@@ -41,25 +29,11 @@ def joined(buckets: Sequence[Bucket]) -> Bucket:
 
 def limits(setup: Setup) -> list[float]:
     """Return the sizes of buckets in MiB, in the order of reduction; the last holds for all further buckets."""
+    for cost in setup.costs.values():
+        if mibs := cost.bucket_mibs(setup):
+            return list(mibs)
     mib = setup.settings.get("trainer.ddp.bucket_mib")
-    if "bucket" in setup.callbacks:
-        own = setup.callbacks["bucket"]
-        if own["mibs"]:
-            return list(own["mibs"])
-        mib = DEFAULT_MIB if own["mib"] == "auto" else own["mib"]
-        return [own["first_mib"] or mib, mib]
-    if mib is None:
-        if "overlap" in setup.callbacks:
-            return [DEFAULT_MIB if setup.machine.background else OVERLAP_MIB]
-        return [FIRST_MIB, DEFAULT_MIB]
-    return [mib]
-
-
-def fragments(setup: Setup, count: int) -> list[Bucket]:
-    """Return the parts of the weights that `local_sgd` sends one after another."""
-    sizes, shapes = setup.workload.parameters, shapes_of(setup)
-    parts = evenly(sizes, count)
-    return [Bucket(tuple(shapes[i] for i in part), sum(sizes[i] for i in part), 1.0, 0) for part in parts]
+    return [FIRST_MIB, DEFAULT_MIB] if mib is None else [mib]
 
 
 def shapes_of(setup: Setup) -> Shapes:

@@ -3,15 +3,12 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from trainer.cost import messages
-from trainer.cost.buckets import Bucket
 from trainer.cost.collectives import Wire, add, time, two_levels
 from trainer.cost.machine import CodecCost
-from trainer.cost.messages import Message
-from trainer.cost.setup import Setup
+from trainer.cost.messages import Message, plain
+from trainer.cost.messages import sent as sent_bytes
+from trainer.cost.setup import NO_COST, Bucket, Setup
 from trainer.cost.simulate import Job, Phase
-
-NO_COST = CodecCost(0.0, 0.0)
 
 
 class Reduction(NamedTuple):
@@ -38,34 +35,47 @@ def total(reductions: Iterable[Reduction]) -> Reduction:
 
 def reduce(setup: Setup, bucket: Bucket) -> Reduction:
     """Return the reduction of a bucket over the ranks with different data."""
-    group, codec, knobs = setup.group, setup.codec, setup.callbacks.get("grad_compress", {})
-    if "hierarchical" in setup.callbacks and group.nodes > 1 and group.per_node > 1:
+    group = setup.group
+    if setup.two_levels and group.nodes > 1 and group.per_node > 1:
         return in_two_levels(setup, bucket)
-    sent = messages.of_codec(codec, bucket.shapes, group.ranks, knobs)
+    sent = messages(setup, bucket, group.ranks)
     wire = add(time(message, group, setup.machine, setup.algorithm) for message in sent)
-    return with_codec(setup, 4 * bucket.elements, group.ranks, wire, messages.sent(sent, group.ranks))
+    return with_codec(setup, 4 * bucket.elements, group.ranks, wire, sent_bytes(sent, group.ranks))
+
+
+def messages(setup: Setup, bucket: Bucket, ranks: int) -> list[Message]:
+    """Return the collectives of a bucket over so many payloads."""
+    codec = setup.codec.codec
+    return codec.messages(bucket.shapes, ranks) if codec else plain(bucket.shapes)
 
 
 def in_two_levels(setup: Setup, bucket: Bucket) -> Reduction:
-    """Return a reduction by `hierarchical`. A codec with level=inter has a rank's share of the bucket."""
-    group, codec, knobs = setup.group, setup.codec, setup.callbacks.get("grad_compress", {})
-    inter = knobs.get("level") == "inter"
-    whole = messages.of_codec(codec, bucket.shapes, group.nodes, knobs)
+    """Return a reduction inside nodes and between them. A codec between nodes has a rank's share of the bucket."""
+    group, between = setup.group, setup.codec.between_nodes
+    whole = messages(setup, bucket, group.nodes)
     across = [Message(name, size / group.per_node) for name, size in whole]
-    inside = 4 * bucket.elements if inter else sum(size for _, size in whole)
+    inside = 4 * bucket.elements if between else sum(size for _, size in whole)
     wire = two_levels(inside, group, setup.machine, across, setup.algorithm)
-    sent = 2 * Message("all_gather", inside).sent(group.per_node) + messages.sent(across, group.nodes)
-    coded = 4 * bucket.elements / (group.per_node if inter else 1)
+    sent = 2 * Message("all_gather", inside).sent(group.per_node) + sent_bytes(across, group.nodes)
+    coded = 4 * bucket.elements / (group.per_node if between else 1)
     return with_codec(setup, coded, group.nodes, wire, sent)
 
 
 def with_codec(setup: Setup, size: float, ranks: int, wire: Wire, sent: float) -> Reduction:
     """Return a reduction in which a codec encodes `size` bytes of float32, for the mean of `ranks` payloads."""
-    own = NO_COST if setup.codec == "none" else setup.machine.codecs.get(setup.codec, NO_COST)
-    decode_s = size * own.decode_s_per_byte * messages.decodes(setup.codec, ranks)
-    return Reduction(size * own.encode_s_per_byte, wire, decode_s, sent)
+    codec, name = setup.codec.codec, setup.codec.codec_name
+    if codec is None:
+        return Reduction(0.0, wire, 0.0, sent)
+    own = setup.machine.codecs.get(name, NO_COST)
+    return Reduction(size * own.encode_s_per_byte, wire, size * own.decode_s_per_byte * codec.decodes(ranks), sent)
 
 
 def copying(setup: Setup) -> CodecCost:
     """Return the cost of a gradient's way into a bucket and back."""
     return setup.machine.codecs.get("none", NO_COST) if setup.copies else NO_COST
+
+
+def copies_s(setup: Setup, count: float) -> float:
+    """Return the seconds of `count` copies of all parameters."""
+    own = copying(setup)
+    return count * setup.gradient_bytes * (own.encode_s_per_byte + own.decode_s_per_byte) / 2

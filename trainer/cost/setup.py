@@ -1,69 +1,186 @@
-"""Reads a choice: the knobs of its callbacks with their defaults, and the ranks and samples that follow."""
+"""What the cost model knows of a run: the machine, the work of a sample, and what each callback changes."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from trainer.callbacks.shard.assign import assign
-from trainer.config.compose import CONF
-from trainer.config.options import DataOptions, Options
-from trainer.config.schema import option_parameters
-from trainer.errors import ConfigError, nearest
 from trainer.cost.collectives import Group, of_ranks
-from trainer.cost.machine import Machine
-from trainer.tools.cost_model.stages import parts_of_ranks
-from trainer.cost.workload import Choice, Workload
+from trainer.cost.machine import CodecCost, Machine
+from trainer.cost.messages import Message, Shapes
+from trainer.cost.simulate import Job
+from trainer.cost.workload import Workload
 
-MODELLED = frozenset({
-    "activation_checkpoint", "auto_batch", "bucket", "grad_compress", "hierarchical", "local_sgd",
-    "onebit_adam", "optimizer_in_backward", "overlap", "pipeline", "shard",
-})  # fmt: skip
-MONITORS = ("trainer.monitors.", "trainer.loggers.")  # whose time is in `Workload.other_s`
-FREE = frozenset({"early_stop"})
-FACTOR = "its factor on the passes is not measured, and is taken as 1"
-WHY = {
-    "compile": FACTOR,
-    "ema": "its pass over the weights is not modelled",
-    "nan_guard": "its checks and copies are not modelled",
-    "swa": "its passes over the weights and over training data are not modelled",
-    "hetero_batch": "ranks are taken as equal",
-}
-READ = frozenset({
-    "batch", "micro_batch", "accumulate", "trainer.ddp.bucket_mib", "trainer.ddp.gradient_as_bucket_view",
-    "trainer.precision", "data.workers",
-})  # fmt: skip
+NO_COST = CodecCost(0.0, 0.0)
 ALGORITHMS = {"Ring": "ring", "Tree": "tree", "allreduce:Ring": "ring", "allreduce:Tree": "tree"}  # of nccl.algo
-QUIET = ("trainer.checkpoint.", "trainer.max_", "trainer.log_", "trainer.validate_", "data.prefetch", "data.cache")
+
+
+class Coded(Protocol):
+    """What the model asks of a codec: `trainer.comm.codecs.base.Codec` has it."""
+
+    @property
+    def residual_copies(self) -> float:
+        """Return the copies of the gradients that stay in memory from step to step."""
+        ...
+
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
+        """Return the collectives that reduce a bucket of parameters of these shapes."""
+        ...
+
+    def decodes(self, ranks: int) -> int:
+        """Return the number of payloads of a bucket's size that each rank decodes."""
+        ...
+
+
+class Bucket(NamedTuple):
+    """Gradients that are reduced together."""
+
+    shapes: Shapes
+    elements: int
+    share: float  # of the backward pass, since the bucket before was ready
+    first: int  # the smallest index of its parameters: the forward pass needs it then
+
+
+class Passes(NamedTuple):
+    """Seconds of the fullest rank's passes and optimizer in a step without communication."""
+
+    before_s: float  # all but the last micro-batch
+    forward_s: float  # of the last micro-batch
+    backward_s: float  # of the last micro-batch
+    optimizer_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return self.before_s + self.forward_s + self.backward_s
+
+
+class StepCost(NamedTuple):
+    """Seconds of a step, from the first forward pass to the optimizer's end, and the bytes that a rank sends."""
+
+    seconds: float
+    sent_bytes: float
+
+
+class Held(NamedTuple):
+    """Bytes that a rank holds in every step, apart from activations."""
+
+    parameters: float
+    gradients: float
+    buckets: float  # DDP's, alongside the gradients
+    state: float  # of the optimizer
+    other: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a callback changes in the cost of a step. This class changes nothing.
+
+    A callback whose effect is a number sets an attribute. One that communicates or schedules in its own way has a
+    subclass in its folder. `Callback.cost` returns it.
+
+    Attributes:
+        left_out: The effect that the model leaves out, for `Prediction.unknown`.
+        stages: Ranks that read the same samples.
+        every: Steps between two synchronisations of the ranks.
+        codec, codec_name: Encodes buckets; the codec's name in `Machine.codecs`.
+        encodes: The step has work of a codec.
+        between_nodes: The codec encodes between nodes alone.
+        two_levels: Buckets are reduced inside each node first.
+        recomputes: Share of the blocks' forward pass that runs again in the backward pass.
+        keeps: Share of the activations that stays in memory.
+        copies: Further copies of the parameters in memory.
+        ddp_buckets: The size of DDP's buckets matters.
+        checkpoint_parts: Each rank writes a part of a checkpoint.
+    """
+
+    left_out: str = ""
+    stages: int = 1
+    every: int = 1
+    codec: Coded | None = None
+    codec_name: str = "none"
+    encodes: bool = False
+    between_nodes: bool = False
+    two_levels: bool = False
+    recomputes: float = 0.0
+    keeps: float = 1.0
+    copies: float = 0.0
+    ddp_buckets: bool = True
+    checkpoint_parts: bool = False
+
+    def unknown(self, setup: "Setup") -> Sequence[str]:
+        """Return further lines for `Prediction.unknown`."""
+        return ()
+
+    def choose(self, setup: "Setup") -> "Setup":
+        """Return the setup with what the callback chooses when a run starts, such as the micro-batch."""
+        return setup
+
+    def stage_parts(self, setup: "Setup") -> Sequence[Sequence[int]]:
+        """Return the parts of the model on each rank of a pipeline; nothing if they are not known."""
+        return ()
+
+    def backward_factor(self) -> float:
+        """Return how many times as long a backward pass takes."""
+        return 1.0
+
+    def row_ranks(self, setup: "Setup") -> int:
+        """Return the number of ranks that share each parameter's rows."""
+        return 1
+
+    def stepped(self, setup: "Setup") -> float:
+        """Return the share of the parameters that the fullest rank steps, and whose optimizer state it holds."""
+        return 1.0
+
+    def in_flight(self, setup: "Setup") -> float:
+        """Return the number of micro-batches whose activations a rank holds."""
+        return 1
+
+    def bucket_mibs(self, setup: "Setup") -> Sequence[float]:
+        """Return the sizes of buckets in the order of reduction, the last for all further ones; () for DDP's own."""
+        return ()
+
+    def reduce_s(self, setup: "Setup", run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float | None:
+        """Return the seconds of a step whose buckets are not reduced in DDP's way, with the optimizer's."""
+        return None
+
+    def step(self, setup: "Setup", run: Passes, codec: bool) -> StepCost | None:
+        """Return the cost of a step that reduces no buckets in the backward pass, with or without a codec's work."""
+        return None
+
+    def added(self, setup: "Setup", run: Passes) -> StepCost:
+        """Return what a step costs in addition."""
+        return StepCost(0.0, 0.0)
+
+    def hold(self, setup: "Setup", held: Held) -> Held:
+        """Return the bytes of a rank that has this callback, too."""
+        return held
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A machine, a workload and a choice, with all knobs."""
+    """A machine, a workload and a choice of callbacks and settings.
+
+    Attributes:
+        costs: Of each callback that the model knows, by name.
+        unknown: What was chosen, and has an effect that the model leaves out.
+    """
 
     machine: Machine
     workload: Workload
     batch: int
-    callbacks: Mapping[str, Mapping[str, Any]]  # every knob
+    costs: Mapping[str, Cost]
     settings: Mapping[str, Any]
-    unknown: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
-    def knob(self, callback: str, name: str, default: Any = None) -> Any:
-        """Return a knob; `default` without the callback."""
-        return self.callbacks[callback][name] if callback in self.callbacks else default
-
-    @property
+    @functools.cached_property
     def stages(self) -> int:
-        return self.knob("pipeline", "stages", 1)
+        return max((cost.stages for cost in self.costs.values()), default=1)
 
     @functools.cached_property
     def stage_parts(self) -> Sequence[Sequence[int]]:
         """Return the parts of the model that each rank of a pipeline has; nothing if they are not known."""
-        if self.stages == 1 or not self.workload.parts:
-            return ()
-        cut = self.knob("pipeline", "cut")
-        given = None if isinstance(cut, str) else tuple(cut)
-        return parts_of_ranks(self.workload.parts, self.stages, self.knob("pipeline", "schedule"), given)
+        return next(filter(None, (cost.stage_parts(self) for cost in self.costs.values())), ())
 
     @functools.cached_property
     def stage_share(self) -> float:
@@ -88,7 +205,7 @@ class Setup:
 
     @property
     def micro(self) -> int:
-        """Return the samples of a micro-batch. `auto_batch` takes the most that fits."""
+        """Return the samples of a micro-batch."""
         if micro := self.settings.get("micro_batch"):
             return min(micro, self.samples)
         return -(-self.samples // (self.settings.get("accumulate") or 1))
@@ -98,9 +215,38 @@ class Setup:
         """Return the micro-batches of a step."""
         return -(-self.samples // self.micro)
 
+    @functools.cached_property
+    def codec(self) -> Cost:
+        """Return the cost of the callback that encodes buckets; without one, buckets are sent as they are."""
+        return next((cost for cost in self.costs.values() if cost.codec), Cost())
+
     @property
-    def codec(self) -> str:
-        return self.knob("grad_compress", "codec", "none")
+    def encodes(self) -> bool:
+        return any(cost.encodes for cost in self.costs.values())
+
+    @property
+    def two_levels(self) -> bool:
+        return any(cost.two_levels for cost in self.costs.values())
+
+    @property
+    def every(self) -> int:
+        """Return the steps between two synchronisations of the ranks."""
+        return max((cost.every for cost in self.costs.values()), default=1)
+
+    @property
+    def recomputed(self) -> float:
+        """Return the share of the forward pass that runs again in the backward pass: of its blocks, if known."""
+        share, parts = sum(cost.recomputes for cost in self.costs.values()), self.workload.parts
+        return share * sum(parts[1:-1]) / sum(parts) if parts else share
+
+    @property
+    def keeps(self) -> float:
+        """Return the share of the activations that stays in memory."""
+        return math.prod(cost.keeps for cost in self.costs.values())
+
+    @property
+    def backward_factor(self) -> float:
+        return math.prod(cost.backward_factor() for cost in self.costs.values())
 
     @property
     def algorithm(self) -> str:
@@ -112,24 +258,15 @@ class Setup:
         """Return whether gradients are copied into buckets and back."""
         return not self.settings.get("trainer.ddp.gradient_as_bucket_view")
 
-    @property
+    @functools.cached_property
     def row_ranks(self) -> int:
-        """Return the ranks that share each parameter's rows: 1 without stage 3 of `shard`."""
-        if self.knob("shard", "stage") != 3:
-            return 1
-        hybrid = self.knob("shard", "hybrid")
-        return self.data_ranks if not hybrid else self.group.per_node if hybrid is True else hybrid
+        """Return the number of ranks that share each parameter's rows."""
+        return max((cost.row_ranks(self) for cost in self.costs.values()), default=1)
 
     @functools.cached_property
     def stepped(self) -> float:
-        """Return the share of the parameters that the fullest rank steps, and whose optimizer state it has."""
-        if self.knob("shard", "stage", 3) == 3:
-            return 1 / self.row_ranks
-        sizes = [self.workload.parameters[i] for i in self.own]
-        loads = [0] * self.data_ranks
-        for size, rank in zip(sizes, assign(sizes, self.data_ranks), strict=True):
-            loads[rank] += size
-        return max(loads) / sum(sizes)
+        """Return the share of the parameters that the fullest rank steps, and whose optimizer state it holds."""
+        return min((cost.stepped(self) for cost in self.costs.values()), default=1.0)
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
@@ -157,80 +294,3 @@ class Setup:
         """Return the bytes of a rank's optimizer state, before it is sharded."""
         share = self.gradient_bytes / (4 * sum(self.workload.parameters))
         return max(0.0, share * self.workload.state_bytes - 2 * self.gradient_bytes)
-
-
-def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Setup:
-    """Check a choice against the YAMLs and options of this version, and take in its knobs.
-
-    Raises:
-        ConfigError: A callback of Echelon lacks a knob, a setting does not exist, or sizes do not divide.
-    """
-    unknown: list[str] = []
-    callbacks = {name: knobs(name, given, unknown) for name, given in choice.callbacks.items()}
-    for key, value in choice.settings.items():
-        unknown += setting(key, value)
-    codec = "sign" if "onebit_adam" in callbacks else callbacks.get("grad_compress", {}).get("codec")
-    if codec and codec not in machine.codecs:
-        unknown.append(f"codec {codec}: its cost is not measured, and is taken as 0")
-    if precision := choice.settings.get("trainer.precision"):
-        unknown.append(f"trainer.precision={precision}: {FACTOR}")
-    if "pipeline" in callbacks and not workload.boundary_bytes:
-        unknown.append("callbacks.pipeline: the bytes between two stages are not known, and are taken as 0")
-    setup = Setup(machine, workload, batch, callbacks, choice.settings, tuple(unknown))
-    if machine.ranks % setup.stages:
-        raise ConfigError(f"callbacks.pipeline.stages={setup.stages}: does not divide {machine.ranks} rank(s)")
-    if not workload.parameters or batch < 1:
-        raise ConfigError(f"batch={batch}, {len(workload.parameters)} parameters: give at least one of each")
-    return setup
-
-
-@functools.cache
-def defaults(callback: str) -> Mapping[str, Any] | None:
-    """Return a callback's YAML, the knobs and `_target_`; None without one."""
-    from omegaconf import OmegaConf
-
-    path = CONF / "callbacks" / f"{callback}.yaml"
-    if not path.is_file():
-        return None
-    found: Any = OmegaConf.to_container(OmegaConf.load(path))
-    return found[callback]
-
-
-def knobs(name: str, given: Mapping[str, Any], unknown: list[str]) -> Mapping[str, Any]:
-    """Return all knobs of a callback; say in `unknown` if the model leaves the callback out."""
-    known = defaults(name)
-    if known is None:
-        unknown.append(f"callbacks.{name}: is no callback of Echelon's, and is not modelled")
-        return given
-    for knob in given.keys() - known.keys():
-        knobs_of = known.keys() - {"_target_"}
-        raise ConfigError(f"callbacks.{name}.{knob}={given[knob]}: no such knob; {nearest(knob, knobs_of)}")
-    if name not in MODELLED | FREE and not known["_target_"].startswith(MONITORS):
-        unknown.append(f"callbacks.{name}: {WHY.get(name, 'its time is not modelled')}")
-    return {**known, **given}
-
-
-def setting(key: str, value: Any) -> list[str]:
-    """Return what to say about a setting.
-
-    Raises:
-        ConfigError: There is no such key.
-    """
-    if key in READ or key.startswith(QUIET):
-        return []
-    if key.startswith("nccl."):
-        return [] if key == "nccl.algo" and value in (None, *ALGORITHMS) else [f"{key}={value}: is not modelled"]
-    if key not in settings_of():
-        raise ConfigError(f"{key}={value}: no such setting; {nearest(key, settings_of())}")
-    return [f"{key}={value}: its time is not modelled"]
-
-
-@functools.cache
-def settings_of() -> frozenset[str]:
-    """Return the dotted keys of `trainer` and `data`."""
-    keys = {*READ}
-    for prefix, options in (("trainer", Options), ("data", DataOptions)):
-        for name, known in option_parameters(options).items():
-            inner = option_parameters(known.annotation) if hasattr(known.annotation, "__dataclass_fields__") else {}
-            keys |= {f"{prefix}.{name}.{each}" for each in inner} or {f"{prefix}.{name}"}
-    return frozenset(keys)

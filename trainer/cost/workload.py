@@ -33,10 +33,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Choice:
-    """Callbacks with the knobs that differ from their YAML, and dotted config keys with values."""
+    """Callbacks with the knobs that differ from their YAML, and dotted config keys with values.
+
+    The knobs of a callback from elsewhere have its `_target_`.
+    """
 
     callbacks: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Any]
+    allow: tuple[str, ...] = ()  # packages that a callback's `_target_` may name
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
-from trainer.comm.codecs.registry import CODECS
+from trainer.comm.codecs.powersgd import factors
+from trainer.comm.codecs.registry import CODECS, make
+from trainer.comm.codecs.sign import sign_bytes
 from trainer.composition import arrange
+from trainer.cost.messages import Message, Shapes, plain, sent
 from trainer.errors import ConfigError
-from trainer.cost.messages import Shapes, of_codec, powersgd, sent
-from trainer.cost.messages import onebit_adam as signs
 
 Formula = Callable[[Shapes, int], float]  # shapes, number of ranks -> bytes that a rank sends in a step
 CLASSES: dict[str, type[Callback]] = {
@@ -67,11 +68,14 @@ class Row:
 
 def sends(codec: str = "none", **knobs: Any) -> Formula:
     """Make the formula of a codec, which the cost model has."""
-    return lambda shapes, ranks: sent(of_codec(codec, shapes, ranks, knobs), ranks)
+    if codec == "none":
+        return lambda shapes, ranks: sent(plain(shapes), ranks)
+    made = make(codec, knobs)
+    return lambda shapes, ranks: sent(made.messages(shapes, ranks), ranks)
 
 
 def torch_powersgd(shapes: Shapes, ranks: int) -> float:
-    return sent(powersgd(shapes, 1, least=2.0), ranks)
+    return sent(factors(shapes, 1, least=2.0), ranks)
 
 
 def seldom(sends: Formula, every: int) -> Formula:
@@ -86,8 +90,13 @@ def overlapped(row: Row, bucket_mib: float = SLICE) -> Row:
     return Row("echelon", row.sends, bucket_mib, callbacks={"overlap": {}, **row.callbacks})
 
 
+def signs(shapes: Shapes, ranks: int) -> float:
+    size = sign_bytes(shapes)
+    return sent([Message("all_to_all", size), Message("all_gather", size)], ranks)
+
+
 def onebit_adam(**arguments: Any) -> Row:
-    return Row("echelon", lambda shapes, ranks: sent(signs(shapes), ranks), callbacks={"onebit_adam": arguments})
+    return Row("echelon", signs, callbacks={"onebit_adam": arguments})
 
 
 def meeting(every: int, row: Row | None = None, **arguments: Any) -> Row:

@@ -3,18 +3,24 @@
 from dataclasses import replace
 
 import pytest
-from support.costs import FAST, MIB, choose, machine, setup
+from support.costs import CODECS, FAST, MIB, choose, machine, setup
 
-from trainer.tools.cost_model.fsdp import fsdp
-from trainer.cost.machine import Link
+from trainer.cost.machine import CodecCost, Link
 from trainer.cost.passes import passes
+from trainer.cost.setup import Setup, StepCost
 
 UNITS = {"trainer__ddp__bucket_mib": 1}
 
 
+def step(made: Setup) -> StepCost:
+    cost = made.costs["shard"].step(made, passes(made), codec=True)
+    assert cost is not None
+    return cost
+
+
 def found(own, micro: int = 2, **knobs: object):
     made = setup(own, choose({"shard": {"stage": 3, **knobs}}, **UNITS, micro_batch=micro))
-    return fsdp(made, passes(made))
+    return step(made)
 
 
 def test_bytes_are_the_card_s() -> None:
@@ -22,7 +28,7 @@ def test_bytes_are_the_card_s() -> None:
     assert found(machine(4)).sent_bytes == 3 * size
     assert found(machine(4), reshard=False).sent_bytes == 2 * size
     two = setup(machine(4), choose({"shard": {"stage": 3}}, **UNITS, micro_batch=1), batch=8)
-    assert fsdp(two, passes(two)).sent_bytes == 5 * size  # each micro-batch gathers twice
+    assert step(two).sent_bytes == 5 * size  # each micro-batch gathers twice
 
 
 def test_a_hybrid_gathers_on_its_node() -> None:
@@ -46,3 +52,18 @@ def test_a_slow_link_decides() -> None:
     assert 3.0 <= slow.seconds <= 3.2
     kept = found(machine(2, across=Link(0.0, MIB / 2 / 0.1, 0.0)), reshard=False)
     assert 2.0 <= kept.seconds <= 2.2
+
+
+def test_owners_gather_their_weights() -> None:
+    """The fullest of 4 owners has 3 of 10 equal parameters, and each rank sends as much."""
+    found = setup(machine(4, codecs={**CODECS, "none": CodecCost(1e-9, 1e-9)}), choose({"shard": {}}))
+    cost = found.costs["shard"].added(found, passes(found))
+    assert cost.sent_bytes == 0.75 * 12 * MIB
+    assert cost.seconds == pytest.approx(cost.sent_bytes / 1e6 + 2 * 10 * MIB * 1e-9)
+    assert found.stepped == 0.3 and passes(found).optimizer_s == pytest.approx(0.3 * 0.01)
+
+
+def test_a_gather_that_nothing_hides_may_be_limited_by_the_processor() -> None:
+    found = setup(machine(4, across=Link(0.0, 1e6, 2e-6), cores=0.5), choose({"shard": {}}))
+    cost = found.costs["shard"].added(found, passes(found))
+    assert cost.seconds == pytest.approx(0.75 * 12 * MIB * 2 * 2e-6 / 0.5)

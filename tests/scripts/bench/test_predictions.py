@@ -7,9 +7,9 @@ import pytest
 from scripts.bench import predictions, tune
 from scripts.bench.comm.rank import SIZES, Size
 from trainer.config.compose import CONF
+from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
-from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import NOTHING
 from trainer.tools.tune.orders import run_order
 from trainer.tools.tune.team import Team

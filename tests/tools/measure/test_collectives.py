@@ -8,8 +8,8 @@ import pytest
 from support.ranks import run_ranks
 
 from trainer.comm.ranks import Ranks
-from trainer.process.environment import Place
 from trainer.cost.machine import Link
+from trainer.process.environment import Place
 from trainer.tools.measure import collectives
 
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")

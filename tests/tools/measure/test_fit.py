@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from trainer.tools.measure.fit import fit_line, fit_link
 from trainer.tools.measure.collectives import sizes
+from trainer.tools.measure.fit import fit_line, fit_link
 
 SIZES = sizes(64 << 20)
 LATENCY_S, RATE = 1e-4, 12e6

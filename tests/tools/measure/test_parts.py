@@ -9,8 +9,8 @@ import torch
 from support.ranks import run_ranks
 
 from trainer.comm.ranks import Ranks
-from trainer.process.environment import Place
 from trainer.cost.machine import CodecCost
+from trainer.process.environment import Place
 from trainer.tools.measure import codecs, device, processor
 from trainer.tools.measure.parts import PARTS
 from trainer.tools.measure.report import Report

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.costs import machine
 
+from trainer.cost.machine import Link, to_json
 from trainer.errors import ConfigError
 from trainer.monitors.throughput import COLUMN, H100
-from trainer.cost.machine import Link, to_json
 from trainer.tools.measure.report import NO_LINK
 from trainer.tools.scale.machines import PRESETS, find
 

@@ -9,7 +9,8 @@ from support.costs import WORKLOAD, machine
 from trainer.checkpoint.interval import daly, prior_s
 from trainer.cost.machine import Link
 from trainer.tools.scale.machines import Cluster
-from trainer.tools.scale.rows import WAYS, Row, own_way, row, rows
+from trainer.tools.scale.rows import Row, own_way, row, rows
+from trainer.tools.scale.ways import WAYS
 
 NODE = machine(8, 8, Link(1e-5, 1e9, 0.0), 8.0, inside=Link(1e-6, 1e11, 0.0), memory_bytes=2e8)
 CLUSTER = Cluster(NODE, {}, 0.0, 1e10, "a test")
@@ -74,10 +75,10 @@ def test_the_run_s_own_callbacks_are_a_way() -> None:
     monitor = {"_target_": "trainer.loggers.progress.Progress"}
     nodes: dict[str, Any] = {
         "progress": monitor,
-        "local_sgd": {"_target_": "trainer.callbacks.local_sgd.LocalSGD", "every": 4},
+        "local_sgd": {"_target_": "trainer.callbacks.local_sgd.callback.LocalSGD", "every": 4},
     }
-    own = own_way({"callbacks": nodes, "trainer": {"ddp": ddp}})["config"]
-    assert own.callbacks == {"local_sgd": {"every": 4}} and own.settings["trainer.ddp.bucket_mib"] == 4.0
+    own = own_way({"callbacks": nodes, "trainer": {"ddp": ddp, "allow_targets": []}})["config"]
+    assert own.callbacks == {"local_sgd": nodes["local_sgd"]} and own.settings["trainer.ddp.bucket_mib"] == 4.0
     found, _ = rows(CLUSTER, WORKLOAD, (4,), {"config": own, "ring": WAYS["ring"]}, None, 2, None)
     assert found[0].way == "config" and found[0].exposed < found[1].exposed and found[0].unknown == ()
-    assert own_way({"callbacks": {"progress": monitor}, "trainer": {"ddp": ddp}}) == {}
+    assert own_way({"callbacks": {"progress": monitor}, "trainer": {"ddp": ddp, "allow_targets": []}}) == {}

@@ -17,9 +17,9 @@ from support.cli import ROOT
 from support.configs import toy_config
 
 from trainer.checkpoint.locate import CHECKPOINTED
+from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
 from trainer.process.calling import echelon
-from trainer.cost.workload import Choice
 from trainer.tools.tune.apply import refuse_other_job, switch
 from trainer.tools.tune.configs import node
 

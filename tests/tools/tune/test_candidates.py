@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from support.configs import toy_config
 
+from trainer.cost.workload import Choice
 from trainer.process.cgroup import Limit
 from trainer.process.environment import Place
-from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import (
     NOTHING,
     candidates,

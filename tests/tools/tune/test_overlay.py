@@ -7,9 +7,9 @@ import pytest
 from trainer.config.check import check
 from trainer.config.compose import CONF, compose
 from trainer.config.tuned import Tuned
-from trainer.errors import ConfigError
 from trainer.cost.machine import Link
 from trainer.cost.workload import Choice
+from trainer.errors import ConfigError
 from trainer.tools.tune.configs import merge
 from trainer.tools.tune.overlay import file_name, link_class, overlay, write
 

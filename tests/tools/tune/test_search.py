@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from trainer.cost.machine import Link, Machine
-from trainer.tools.cost_model.predict import predict
 from trainer.cost.workload import Choice, Workload
+from trainer.tools.cost_model.predict import predict
 from trainer.tools.tune.candidates import NOTHING, family
 from trainer.tools.tune.correction import Model
 from trainer.tools.tune.search import Search, Tried

@@ -9,8 +9,8 @@ from support.cli import lines, toy
 from support.configs import toy_config
 from support.ranks import run_ranks
 
-from trainer.process.environment import Place
 from trainer.cost.workload import Choice
+from trainer.process.environment import Place
 from trainer.tools.tune.configs import begun, find_start, merge, of_trial
 from trainer.tools.tune.trial import run_trial, step_seconds
 

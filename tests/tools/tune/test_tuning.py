@@ -21,9 +21,9 @@ from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
 from support.network import Cluster, needs_cluster
 
 from trainer.config.compose import CONF, compose
+from trainer.cost.workload import Choice
 from trainer.errors import STOPPED
 from trainer.process.environment import Place
-from trainer.cost.workload import Choice
 from trainer.tools.tune.__main__ import UNCHANGED, USAGE, lead
 from trainer.tools.tune.candidates import NOTHING
 from trainer.tools.tune.options import TuneOptions

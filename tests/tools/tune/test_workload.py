@@ -4,8 +4,8 @@ import pytest
 from support.cli import ROOT
 from support.costs import choose, machine, setup
 
+from trainer.callbacks.pipeline.cost import SPLIT
 from trainer.config.compose import CONF, compose
-from trainer.cost.passes import SPLIT
 from trainer.tools.tune.workload import make_workload, outline, with_phases, without_recomputation
 
 

@@ -9,9 +9,11 @@ from torch import nn
 from trainer.annotated import AtMost, NonNegativeFloat, PositiveInt
 from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import budget as budgets
+from trainer.callbacks.activation_checkpoint.cost import cost_of
 from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
 from trainer.callbacks.activation_checkpoint.recompute import Recompute
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.blocks import find_blocks
@@ -68,6 +70,9 @@ class ActivationCheckpoint(Callback):
         refused = "offload" if policy == "offload" else "budget" if budget is not None else ""
         self.conflicts = CONFLICTS.get(refused, {})
         self.wrapped: dict[nn.Module, Recompute] = {}
+
+    def cost(self) -> Cost:
+        return cost_of(self.policy, self.every, self.budget)
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.budget is not None and any(other.role is Role.COMPILE for other in trainer.callbacks.values()):

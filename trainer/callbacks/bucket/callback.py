@@ -12,8 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.annotated import PositiveFloat
 from trainer.callback import Callback, Role
+from trainer.callbacks.bucket.cost import BucketCost
 from trainer.callbacks.bucket.delayed import DelayedParameters
 from trainer.comm.ranks import Ranks
+from trainer.cost.buckets import DEFAULT_MIB
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.ddp import DDP
@@ -68,6 +71,10 @@ class Bucket(Callback):
             refused["own_order"] = f"the buckets are sent without DDP, and late needs DDP's order; {off}"
             for key in ("find_unused_parameters", "static_graph"):
                 refused[key] = f"only DDP knows which parameters no rank has used; set trainer.ddp.{key}=false or {off}"
+
+    def cost(self) -> Cost:
+        size = DEFAULT_MIB if self.mib == "auto" else self.mib
+        return BucketCost(mibs=tuple(self.mibs or (self.first_mib or size, size)))
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.late:

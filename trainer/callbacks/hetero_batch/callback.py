@@ -14,6 +14,7 @@ from trainer.callbacks.hetero_batch.clock import ComputeClock
 from trainer.callbacks.hetero_batch.shares import cut_again, cut_shares, fit, follow, keep, with_micros
 from trainer.checks.recipe import weight_of
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.data.batch import Micro, Split, Step, count_samples
 from trainer.data.decisions import Decisions, refuse_fixed_split
 from trainer.data.parts import Parts
@@ -75,6 +76,9 @@ class HeteroBatch(Callback):
         self.held: list[int] = []  # samples of a micro-batch that each rank holds; empty: not measured yet
         self.asked = 0  # the first position that this rank has not loaded or begun to load
         self.rehearsed = 0  # samples of a pass of the rehearsal
+
+    def cost(self) -> Cost:
+        return Cost(left_out="ranks are taken as equal")
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
         refuse_fixed_split(KEY, trainer.strategy.lockstep, trainer.plan.order)

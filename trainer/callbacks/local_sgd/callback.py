@@ -19,8 +19,10 @@ from trainer.callbacks.local_sgd.averaging import (
     own_state,
     partition,
 )
+from trainer.callbacks.local_sgd.cost import LocalSGDCost
 from trainer.comm.reduce import AllReduce, Background, Reduce
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError, require
 from trainer.log import log
 from trainer.parallel.strategy import copied
@@ -83,6 +85,10 @@ class LocalSGD(Callback):
         self.names: dict[Tensor, str] = {}
         self.due: list[int] = []
         self.own: dict[str, Any] = {}
+
+    def cost(self) -> Cost:
+        copies = (3 if self.outer.momentum else 2) + bool(self.delay)
+        return LocalSGDCost(every=self.every, delay=self.delay, fragments=self.count, held_copies=copies)
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         self.trainer, self.reduce, self.background = trainer, reduce, Background(trainer.device)

@@ -10,6 +10,7 @@ from trainer.annotated import Above, PositiveInt
 from trainer.callback import Callback, Role
 from trainer.callbacks.nan_guard.rollback import buffers, copy_into, counts, state
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.errors import NumericsError
 from trainer.log import log
 
@@ -50,6 +51,9 @@ class NanGuard(Callback):
         self.taken, self.in_a_row, self.copied_at = 0, 0, -1
         self.left_out: list[list[Any]] = []  # [first step, last step, why]
         self.copies: list[Tensor] = []
+
+    def cost(self) -> Cost:
+        return Cost(left_out="its checks and copies are not modelled")
 
     def on_before_optimizer_step(self, trainer) -> None:
         why = self._judge(trainer, *self._agreed(trainer))

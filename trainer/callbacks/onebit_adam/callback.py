@@ -8,11 +8,13 @@ from torch.optim import AdamW, Optimizer
 
 from trainer.annotated import PositiveInt
 from trainer.callback import Callback, Role
+from trainer.callbacks.onebit_adam.cost import OneBitAdamCost
 from trainer.callbacks.onebit_adam.optimizer import OneBit
 from trainer.comm.codecs.base import Residuals, merge
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import AllReduce
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -51,6 +53,9 @@ class OneBitAdam(Callback):
         self.errors = {"worker": Residuals(), "server": Residuals()}
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
         self.frozen: OneBit | None = None  # None during the warm-up
+
+    def cost(self) -> Cost:
+        return OneBitAdamCost(codec_name="sign", encodes=True)
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
         self.adam, self.ends = OneBit(adamw(optimizer)), AllReduce(trainer.ranks.new_group())

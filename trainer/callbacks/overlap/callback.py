@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role
+from trainer.callbacks.overlap.cost import OverlapCost
 from trainer.callbacks.overlap.deferred import DeferredBucket
 from trainer.callbacks.overlap.send_order import PASSES, Record
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.optim.partial_step import PartialStep
@@ -49,6 +51,9 @@ class Overlap(Callback):
         self.fresh = True  # this step has had no forward pass yet
         self.unused: set[Tensor] = set()  # parameters that this rank did not use in the pending step
         self.hooks: list[Any] = []
+
+    def cost(self) -> Cost:
+        return OverlapCost()
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         # A bucket that is being sent is not interrupted, so small buckets are better. But each call of NCCL costs much.

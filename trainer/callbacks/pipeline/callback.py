@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from trainer.annotated import AtLeast, PositiveFloat, PositiveInt, fits
 from trainer.callback import Callback, Role, name_of
 from trainer.callbacks.pipeline.balance import TWICE, Fits, balance
+from trainer.callbacks.pipeline.cost import PipelineCost
 from trainer.callbacks.pipeline.memory import make_room, refuse
 from trainer.callbacks.pipeline.partition import cut_by_time, in_flight, memory_limit
 from trainer.callbacks.pipeline.pipedream import PipeDream, open_links
@@ -21,6 +22,7 @@ from trainer.callbacks.pipeline.stages import KEY, Layout, check_blocks, drop_ot
 from trainer.callbacks.pipeline.strategy import Mesh, Pipeline
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.context import Context
+from trainer.cost.setup import Cost
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
@@ -88,6 +90,10 @@ class PipelineParallel(Callback):
         self.stages, self.schedule, self.cut = stages, schedule, cut
         self.memory_gib, self.run_ahead = memory_gib, run_ahead
         self.virtual = stages * (2 if schedule in TWICE else 1)
+
+    def cost(self) -> Cost:
+        cut = None if isinstance(self.cut, str) else tuple(self.cut)
+        return PipelineCost(stages=self.stages, schedule=self.schedule, cut=cut, run_ahead=self.run_ahead)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
         if trainer.device.type == "cuda" and trainer.ranks.backend == "gloo":

@@ -1,9 +1,84 @@
-"""The stages of a pipeline: which parts of the model each rank has."""
+"""The step of a pipeline: the share of its slowest stage, its idle time, its messages and its activations."""
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from trainer.callbacks.pipeline.balance import TWICE, balance
+from trainer.cost.collectives import Wire
+from trainer.cost.setup import Cost, Held, Passes, Setup, StepCost
+
+SPLIT = 1.25  # of a backward pass whose gradients of inputs come before those of weights: docs/cost-model.md
+IDLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}  # of GPipe's idle time
+ASYNC = "pipedream_2bw"
+
+
+@dataclass(frozen=True)
+class PipelineCost(Cost):
+    """The costs of a schedule with `stages` ranks."""
+
+    ddp_buckets: bool = False
+    checkpoint_parts: bool = True
+    schedule: str = "1f1b"
+    cut: tuple[int, ...] | None = None  # None: the slowest stage takes the least time
+    run_ahead: int = 1
+
+    def unknown(self, setup: Setup) -> Sequence[str]:
+        if setup.workload.boundary_bytes:
+            return ()
+        return ["callbacks.pipeline: the bytes between two stages are not known, and are taken as 0"]
+
+    def stage_parts(self, setup: Setup) -> Sequence[Sequence[int]]:
+        if not setup.workload.parts:
+            return ()
+        return parts_of_ranks(setup.workload.parts, self.stages, self.schedule, self.cut)
+
+    def backward_factor(self) -> float:
+        return SPLIT if self.schedule in ("zero_bubble", "zbv") else 1.0
+
+    def added(self, setup: Setup, run: Passes) -> StepCost:
+        idle_s = idle(setup, self.schedule) * run.compute_s
+        messages = exchanged(setup, self.schedule)
+        return StepCost(messages.seconds + idle_s, messages.sent_bytes)
+
+    def in_flight(self, setup: Setup) -> float:
+        """Return the micro-batches whose activations the first stage holds."""
+        if self.schedule == "gpipe":
+            return setup.passes
+        return self.run_ahead * (self.stages - 1) + 1 if self.schedule == ASYNC else min(setup.passes, self.stages)
+
+    def hold(self, setup: Setup, held: Held) -> Held:
+        """Return the bytes of a rank: 2BW keeps two versions of the weights, each with gradients."""
+        if self.schedule != ASYNC:
+            return held
+        size = setup.gradient_bytes
+        return held._replace(parameters=2 * size, gradients=2 * size, buckets=0.0, state=setup.optimizer_bytes)
+
+
+def idle(setup: Setup, schedule: str) -> float:
+    """Return the idle seconds of a pipeline, of the seconds that a stage works.
+
+    With p stages and m micro-batches it is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019).
+    Two chunks a rank halve it (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 keeps a third (Qi et al.
+    2024, arXiv:2401.10241), if the gradients of inputs and of weights take as long as the forward pass. ZBV and 2BW
+    keep nothing. The slowest of unequal stages waits once for the others.
+    """
+    return IDLE.get(schedule, 0.0) * (1 / setup.stage_share - 1) / setup.passes
+
+
+def exchanged(setup: Setup, schedule: str) -> StepCost:
+    """Return the seconds in which a stage's messages wait in the filling of the pipeline, and the bytes of a stage.
+
+    Other messages run beside the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains. At
+    the end of a step the first stage and the last exchange the gradients of tied parameters; ZBV has both on a rank.
+    """
+    machine, stages = setup.machine, setup.stages
+    size, tied = setup.workload.boundary_bytes * setup.micro, setup.workload.tied_bytes * (schedule != "zbv")
+    link = machine.across if machine.ranks > machine.ranks_per_node else machine.inside
+    each_s = link.latency_s + size / link.bytes_per_s
+    exchange = Wire(link.latency_s + tied / link.bytes_per_s, 2 * tied * link.cpu_s_per_byte) if tied else Wire()
+    seconds = (0.0 if schedule == ASYNC else 2 * (stages - 1) * each_s) + exchange.alone_s(machine.cores_per_rank)
+    return StepCost(seconds, 2 * setup.passes * size + tied)
 
 
 @functools.lru_cache(maxsize=64)  # a search asks for the same few thousands of times

@@ -9,11 +9,13 @@ from torch.optim import Optimizer
 from trainer.annotated import AtLeast
 from trainer.callback import Callback, Role
 from trainer.callbacks.shard import stage3
+from trainer.callbacks.shard.cost import OwnersCost, RowsCost
 from trainer.callbacks.shard.fsdp import FSDP
 from trainer.callbacks.shard.owners import Owners
 from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.callbacks.shard.zero2 import ZeRO2
 from trainer.comm.reduce import AllReduce, Reduce
+from trainer.cost.setup import Cost
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.optim.probe import refuse_coupled
@@ -76,6 +78,11 @@ class Shard(Callback):
         self.conflicts = stage3.conflicts(offload) if stage == 3 else {"defers": STEPS}
         if stage == 2:
             self.conflicts |= WITHOUT_DDP
+
+    def cost(self) -> Cost:
+        if self.stage == 3:
+            return RowsCost(reshard=self.reshard, hybrid=self.hybrid)
+        return OwnersCost(gradients=self.stage == 2)
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         """Take the group of all ranks. Hybrid begins the chain with the mean across groups."""

@@ -7,13 +7,15 @@ from torch import Tensor
 
 from trainer.comm.bucket import Bucket, Piece
 from trainer.comm.reduce import AllReduce, Reduce
+from trainer.cost.messages import Message, Shapes, elements
 from trainer.errors import ConfigError
 
 
 class Codec:
     """Base class of codecs. A codec makes a payload of a flat tensor, and decodes payloads.
 
-    A codec of one payload has `encode` and `decode`. A codec that communicates more than once overrides `mean`.
+    A codec of one payload has `encode`, `decode` and `payload_bytes`. A codec that communicates more than once
+    overrides `mean`, and `messages`.
     """
 
     gathers: bool = False  # payloads can't be summed in transit: `reduce` is the chain's end, an AllReduce
@@ -49,6 +51,24 @@ class Codec:
                 flat.zero_()
         for values in self.shared.values():
             values.clear()
+
+    @property
+    def residual_copies(self) -> float:
+        """Return the copies of the reduced tensor that stay in memory from step to step."""
+        return 0.0
+
+    def payload_bytes(self, shapes: Shapes) -> float:
+        """Return the bytes of the payload of a bucket of parameters of these shapes, in float32."""
+        return 4.0 * elements(shapes)
+
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
+        """Return the collectives of `mean`, which the cost model times: of one payload, unless overridden."""
+        size = self.payload_bytes(shapes)
+        return [Message("all_gather", ranks * size) if self.gathers else Message("all_reduce", size)]
+
+    def decodes(self, ranks: int) -> int:
+        """Return the number of payloads of a bucket's size that each rank decodes."""
+        return ranks if self.gathers else 1
 
     def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
         """Return the payload, of a size that is the same on all ranks."""
@@ -92,6 +112,16 @@ class ErrorFeedback(Codec):
         self.codec, self.gathers = codec, codec.gathers
         self.residual = Residuals()
         self.kept, self.shared = {**codec.kept, "residual": self.residual}, codec.shared
+
+    @property
+    def residual_copies(self) -> float:
+        return 1.0 + self.codec.residual_copies
+
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
+        return self.codec.messages(shapes, ranks)
+
+    def decodes(self, ranks: int) -> int:
+        return self.codec.decodes(ranks)
 
     def join(self, ranks: int, rank: int, seed: int) -> None:
         self.codec.join(ranks, rank, seed)

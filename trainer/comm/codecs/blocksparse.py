@@ -9,6 +9,7 @@ from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
 from trainer.comm.codecs.sign import pack, unpack
 from trainer.comm.reduce import AllReduce, Reduce
+from trainer.cost.messages import Message, Shapes, elements, plain
 
 WORTHWHILE = 1 / 32  # share of the blocks; leaving out fewer blocks costs more than sending all
 
@@ -33,6 +34,13 @@ class BlockSparse(Codec):
     def __init__(self, block: PositiveInt = 256) -> None:
         super().__init__()
         self.block = block
+
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
+        """Return those of a bucket in which hardly any block is zero, as if an embedding is the output layer, too."""
+        return [Message("all_gather", ranks * elements(shapes) / self.block / 8), *plain(shapes)]
+
+    def decodes(self, ranks: int) -> int:
+        return 1
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         assert isinstance(reduce, AllReduce)

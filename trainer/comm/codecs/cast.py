@@ -6,6 +6,7 @@ from torch import Tensor
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.reduce import Reduce
+from trainer.cost.messages import Message, Shapes, elements
 
 
 class BFloat16(Codec):
@@ -13,6 +14,9 @@ class BFloat16(Codec):
 
     The cast, the division by the number of ranks and each addition round by at most 2^-8 of the mean of magnitudes.
     """
+
+    def payload_bytes(self, shapes: Shapes) -> float:
+        return 2.0 * elements(shapes)
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         payload = self.buffer(flat, torch.bfloat16).copy_(flat)
@@ -29,6 +33,9 @@ class Float16(Codec):
 
     A value that is not finite stays so. One more number is sent before each bucket.
     """
+
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
+        return [Message("all_reduce", 4), Message("all_reduce", 2.0 * elements(shapes))]
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         low, high = flat.aminmax()

@@ -47,6 +47,10 @@ class DGC(Sparse):
         self.u, self.v = Residuals(), Residuals()
         self.kept = {"u": self.u, "v": self.v}
 
+    @property
+    def residual_copies(self) -> float:
+        return 1.0 + bool(self.momentum)
+
     def density_at(self, step: int) -> float:
         if step >= self.warmup_steps:
             return self.density

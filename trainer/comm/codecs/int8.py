@@ -11,6 +11,7 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
 from trainer.comm.reduce import AllReduce, Reduce
+from trainer.cost.messages import Message, Shapes, elements
 from trainer.errors import ConfigError
 from trainer.rng import INT8_NOISE, mix
 
@@ -40,6 +41,14 @@ class Int8(Codec):
         if block < 4 or block % 4:
             raise ConfigError(f"callbacks.grad_compress.block={block}: int8 needs a positive multiple of 4; use 256")
         self.stochastic, self.block = rounding == "stochastic", block
+
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
+        size = elements(shapes) * (1 + 4 / self.block)
+        return [Message("all_to_all", size), Message("all_gather", size)]
+
+    def decodes(self, ranks: int) -> int:
+        """Return 1: the decoding of shards is a part of encoding."""
+        return 1
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         assert isinstance(reduce, AllReduce) and reduce.size == self.ranks

@@ -1,5 +1,7 @@
 """Sends matrices as products of two thin ones."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from trainer.annotated import PositiveInt, check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.reduce import Reduce
+from trainer.cost.messages import Message, Shapes
 from trainer.rng import POWERSGD_START, mix
 
 
@@ -30,6 +33,9 @@ class PowerSGD(Codec):
         super().__init__()
         self.columns = rank
         self.shared["q"] = {}
+
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
+        return factors(shapes, self.columns)
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         if flat.itemsize < 4:
@@ -76,6 +82,15 @@ class PowerSGD(Codec):
         """Keep `q` as the start of the next step. A row that is zero or not finite stays as it was."""
         norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         self.shared["q"][param] = torch.where((norms > 0) & norms.isfinite(), q, self.shared["q"][param])
+
+
+def factors(shapes: Shapes, rank: int, least: float = 1.0) -> list[Message]:
+    """Return the two all-reduces of PowerSGD, which compresses a matrix if that makes it `least` times smaller."""
+    first = second = 0
+    for m, n in ((shape[0], math.prod(shape[1:])) for shape in shapes):
+        thin = n > 1 and rank * (m + n) * least < m * n
+        first, second = first + (rank * m if thin else m * n), second + (rank * n if thin else 0)
+    return [Message("all_reduce", 4 * first), Message("all_reduce", 4 * second)]
 
 
 def orthonormal(rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
+from trainer.cost.messages import Shapes, elements
 
 # As a factor of 8 bytes that are 0 or 1, it moves byte i's bit to bit 56 + i; no two sums of its terms collide.
 SPREAD = 0x0102040810204080
@@ -22,6 +23,9 @@ class Sign(Codec):
 
     gathers: bool = True
     feedback: bool = True
+
+    def payload_bytes(self, shapes: Shapes) -> float:
+        return sign_bytes(shapes)
 
     def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
         pieces = [piece.view(-1) for piece in bucket.split(flat)]
@@ -47,6 +51,11 @@ class Sign(Codec):
                 stop = start + -(-len(part) // 8)
                 part += scaled.index_select(0, payload[start:stop].int()).view(-1)[: len(part)]
                 start = stop
+
+
+def sign_bytes(shapes: Shapes) -> float:
+    """Return the bytes of a bit for each element and a scale for each parameter."""
+    return elements(shapes) / 8 + 4 * len(shapes)
 
 
 def pack(bits: Tensor) -> Tensor:

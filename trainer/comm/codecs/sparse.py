@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from trainer.annotated import AtMost, PositiveFloat, check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
+from trainer.cost.messages import Shapes, elements
 from trainer.rng import GOLDEN
 
 MAGNITUDE = 0x7FFFFFFF  # a float32's bits but for the sign: as integers in the order of magnitudes, NaN above all
@@ -35,6 +36,10 @@ class Sparse(Codec):
     def __init__(self, density: Annotated[PositiveFloat, AtMost(1)]) -> None:
         super().__init__()
         self.density = density
+
+    def payload_bytes(self, shapes: Shapes) -> float:
+        n = elements(shapes)
+        return (self.dtype.itemsize + 2) * self.density * n + 4 * n / BLOCK
 
     def density_at(self, step: int) -> float:
         return self.density

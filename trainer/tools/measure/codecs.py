@@ -11,8 +11,8 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback
 from trainer.comm.codecs.registry import CODECS
 from trainer.comm.reduce import AllReduce
-from trainer.parallel.warmup import wait
 from trainer.cost.machine import CodecCost
+from trainer.parallel.warmup import wait
 from trainer.tools.measure.device import fastest
 
 ROUNDS, WARM = 5, 2  # rounds that count, and rounds in which codecs allocate their memory

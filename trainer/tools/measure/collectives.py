@@ -14,9 +14,9 @@ import torch.distributed as dist
 from trainer.comm.bandwidth import bandwidths
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import all_gather, reduce_scatter
+from trainer.cost.machine import Link
 from trainer.parallel.warmup import wait
 from trainer.tools.measure.fit import fit_link
-from trainer.cost.machine import Link
 from trainer.tools.measure.processor import Meter
 
 FITTED = "all_reduce"  # its times give a level's link

@@ -6,8 +6,8 @@ from statistics import mean
 from typing import TypeVar
 
 from trainer.comm.ranks import Ranks
-from trainer.errors import DataError, printable
 from trainer.cost.machine import CodecCost
+from trainer.errors import DataError, printable
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives, device, storage
 from trainer.tools.measure.report import HEAD, Report

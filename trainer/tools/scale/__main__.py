@@ -24,7 +24,7 @@ from trainer.process.exit import run_guarded
 from trainer.tools.measure.plot import require_matplotlib
 from trainer.tools.scale.machines import PRESETS, find
 from trainer.tools.scale.options import ScaleOptions, read
-from trainer.tools.scale.rows import WAYS, own_way, rows
+from trainer.tools.scale.ways import WAYS
 
 KEYS = f"""keys:
   nodes=1,8,64,512,4096     numbers of nodes: 4, 1,2,8, or 1..4096, a range that doubles
@@ -44,6 +44,7 @@ KEYS = f"""keys:
 def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path | None, file: Path | None) -> None:
     """Predict, and show the rows."""
     from trainer.tools.scale import output
+    from trainer.tools.scale.rows import own_way, rows
     from trainer.tools.scale.work import count
 
     refuse_conflicts(config)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, nearest
 from trainer.cost.machine import Link, Machine, from_json
+from trainer.errors import ConfigError, nearest
 
 # NCCL's own model of a ring with protocol Simple: seconds a hop over NVLink and over a network (src/graph/tuning.cc).
 NVLINK_LATENCY, NETWORK_LATENCY = 3.4e-6, 14.0e-6

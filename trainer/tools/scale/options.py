@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from trainer.errors import ConfigError, nearest, require
-from trainer.tools.scale.rows import WAYS
+from trainer.tools.scale.ways import WAYS
 
 MOST_NODES = 1 << 17
 

@@ -5,40 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.checkpoint.interval import daly, lost, prior_s
-from trainer.tools.cost_model.predict import predict
-from trainer.cost.setup import MONITORS
+from trainer.cost.setup import Cost
 from trainer.cost.workload import Choice, Prediction, Workload
+from trainer.tools.cost_model.predict import predict
+from trainer.tools.cost_model.read import costs_of
 from trainer.tools.scale.machines import Cluster
+from trainer.tools.scale.ways import VIEW, Way
 
 GRADIENT = 4  # bytes of a parameter, which no checkpoint has
 STALL = 0.1  # of any checkpoint, beside its copy to the host; a choice
 RESTART = 300.0  # from a failure to the next step: notice it, start 8 ranks a node, load; a choice
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to train."""
-
-    callbacks: Mapping[str, Mapping[str, Any]]
-    settings: Mapping[str, Any]
-    parts: bool = False  # each rank writes a part of the checkpoint
-
-    @property
-    def stages(self) -> int:
-        return self.callbacks.get("pipeline", {}).get("stages", 1)
-
-
-VIEW = {"trainer.ddp.gradient_as_bucket_view": True}  # the default on CUDA
-WAYS = {
-    "ring": Way({}, {**VIEW, "nccl.algo": "Ring"}),
-    "tree": Way({}, {**VIEW, "nccl.algo": "Tree"}),
-    "hierarchical": Way({"hierarchical": {}}, VIEW),
-    "bf16": Way({"grad_compress": {"codec": "bf16"}}, VIEW),
-    "shard-1": Way({"shard": {"stage": 1}}, VIEW, True),
-    "shard-3": Way({"shard": {"stage": 3}}, VIEW, True),
-    "shard-3-hybrid": Way({"shard": {"stage": 3, "hybrid": True}}, VIEW, True),
-    "pipeline-4": Way({"pipeline": {"stages": 4}}, VIEW, True),
-}
 
 
 @dataclass(frozen=True)
@@ -72,13 +48,13 @@ def alone(cluster: Cluster, workload: Workload, per_rank: int, passes: int) -> P
 
 
 def own_way(config: Mapping[str, Any]) -> dict[str, Way]:
-    """Return the way of the run's own callbacks, under the name `config`; nothing if it has monitors alone."""
-    chosen = {name: node for name, node in config["callbacks"].items() if not node["_target_"].startswith(MONITORS)}
-    callbacks = {name: {k: v for k, v in node.items() if k != "_target_"} for name, node in chosen.items()}
+    """Return the way of the run's own callbacks, under the name `config`; nothing if it only measures and shows."""
+    allow = tuple(config["trainer"]["allow_targets"])
+    costs = costs_of(config["callbacks"], allow)
+    callbacks = {name: node for name, node in config["callbacks"].items() if costs[name] != Cost()}
     settings = {f"trainer.ddp.{key}": value for key, value in config["trainer"]["ddp"].items() if value is not None}
     settings = {key: value for key, value in settings.items() if key.endswith(("_mib", "_view"))}
-    parts = bool({"shard", "pipeline"} & callbacks.keys())
-    return {"config": Way(callbacks, {**VIEW, **settings}, parts)} if callbacks else {}
+    return {"config": Way(callbacks, {**VIEW, **settings}, allow)} if callbacks else {}
 
 
 def row(
@@ -91,15 +67,16 @@ def row(
         ConfigError: The ranks do not divide into the way's stages.
     """
     (name, way), machine = named, cluster.of(nodes)
-    choice = Choice(way.callbacks, {**way.settings, **({"micro_batch": micro} if micro else {})})
+    choice = Choice(way.callbacks, {**way.settings, **({"micro_batch": micro} if micro else {})}, way.allow)
+    parts = any(cost and cost.checkpoint_parts for cost in costs_of(way.callbacks, way.allow).values())
     found = predict(machine, workload, choice, batch)
     per_rank = -(-batch // machine.ranks)
     single = alone(cluster, workload, per_rank, max(1, per_rank // (micro or per_rank)))
     rate = batch / found.step_s
     size = workload.state_bytes - GRADIENT * sum(workload.parameters) + frozen_bytes
     memory = found.memory_bytes + frozen_bytes
-    written_s = size / (machine.disk_bytes_per_s * (nodes if way.parts else 1))
-    stall_s = STALL + size / (machine.ranks if way.parts else 1) / cluster.host_bytes_per_s
+    written_s = size / (machine.disk_bytes_per_s * (nodes if parts else 1))
+    stall_s = STALL + size / (machine.ranks if parts else 1) / cluster.host_bytes_per_s
     mtbf_s = prior_s(machine.ranks)
     interval_s = max(daly(stall_s, mtbf_s), written_s)
     share = lost(interval_s, stall_s, RESTART + written_s, mtbf_s)
@@ -124,7 +101,7 @@ def rows(
     for count in nodes:
         ranks = cluster.of(count).ranks
         for name, way in ways.items():
-            stages = way.stages
+            stages = max((cost.stages for cost in costs_of(way.callbacks, way.allow).values() if cost), default=1)
             if ranks % stages:
                 left_out.append(f"{name} on {count} node(s): {stages} stages do not divide {ranks} ranks")
             elif batch is not None and batch * stages < ranks:

@@ -9,10 +9,10 @@ import torch
 
 from trainer.config.build import build
 from trainer.config.check import LIBRARIES, split_groups
+from trainer.cost.workload import Workload
 from trainer.errors import ConfigError, printable
 from trainer.optim.groups import ParameterRules, WithGroups
 from trainer.parallel.blocks import find_blocks
-from trainer.cost.workload import Workload
 from trainer.tools.scale.machines import Cluster
 from trainer.tools.scale.options import ScaleOptions
 

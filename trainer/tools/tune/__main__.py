@@ -11,9 +11,9 @@ from typing import Any
 
 import trainer
 from trainer.config.compose import CONF, config_dirs
+from trainer.cost.workload import Choice
 from trainer.errors import printable
 from trainer.process.exit import run_guarded
-from trainer.cost.workload import Choice
 from trainer.tools.tune.options import TuneOptions, read_options
 from trainer.tools.tune.start import one_job, prepare, run_team
 

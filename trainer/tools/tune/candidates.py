@@ -8,9 +8,9 @@ from typing import Any
 
 from trainer.checkpoint.manifest import verify
 from trainer.comm.nccl import VARIABLES
+from trainer.cost.workload import Choice
 from trainer.process import cgroup
 from trainer.process.environment import Place
-from trainer.cost.workload import Choice
 from trainer.tools.tune.configs import callbacks_of, is_exact, merge, node, ranks_with_data, refusal
 
 Callbacks = dict[str, dict[str, Any]]  # name -> knobs

@@ -16,9 +16,9 @@ from trainer.config.build import build, build_options
 from trainer.config.check import LIBRARIES, check
 from trainer.config.compose import CONF
 from trainer.config.options import Options
+from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
 from trainer.plan import features, split_over
-from trainer.cost.workload import Choice
 
 KEPT = frozenset({"advice"})  # of the callbacks that show numbers: the others would write the terminal or other places
 LOGGED = 5  # steps of a trial, or more

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainer.cost.machine import CodecCost, Link, Machine
-from trainer.tools.cost_model.predict import fit_memory, with_data, without_data
-from trainer.cost.setup import READ, Setup, read
+from trainer.cost.setup import Setup
 from trainer.cost.workload import Choice, Prediction, Workload
+from trainer.tools.cost_model.predict import chosen, with_data, without_data
+from trainer.tools.cost_model.read import READ, read
 
 NOISE = 0.03  # of a measured step, as a share
 OTHER = 0.1  # spread of the fixed seconds that the model has missed, as a share of today's step
@@ -43,9 +44,10 @@ class Model:
 
         Choices that differ only in data workers, or in settings that the model leaves out, are simulated once.
         """
-        setup = self._setup(self.whole(choice), self.factors)
+        whole = self.whole(choice)
+        setup = self._setup(whole, self.factors)
         simulated = {key: value for key, value in setup.settings.items() if key in SIMULATED}
-        key = repr((setup.callbacks, simulated))
+        key = repr((whole.callbacks, simulated))
         if key not in self.known:
             self.known[key] = without_data(setup)
         found = with_data(setup, self.known[key])
@@ -66,7 +68,7 @@ class Model:
         work = self.workload
         passes = {name: getattr(work, name) * by["compute"] for name in ("forward_s", "backward_s", "pass_s")}
         work = replace(work, **passes, optimizer_s=work.optimizer_s * by["optimizer"], other_s=work.other_s + missed_s)
-        return fit_memory(read(machine, work, whole, self.batch))
+        return chosen(read(machine, work, whole, self.batch))
 
     def _step_s(self, whole: Choice, factors: Mapping[str, float]) -> float:
         setup = self._setup(whole, factors)

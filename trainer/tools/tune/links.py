@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from trainer.comm.ranks import Ranks
-from trainer.process.environment import Place, cores
 from trainer.cost.machine import CodecCost, Link, Machine
+from trainer.process.environment import Place, cores
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives
 from trainer.tools.measure.collectives import with_shares

@@ -10,10 +10,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from trainer.config.tuned import Tuned
-from trainer.errors import ConfigError, printable
-from trainer.files import write_whole
 from trainer.cost.machine import Link
 from trainer.cost.workload import Choice
+from trainer.errors import ConfigError, printable
+from trainer.files import write_whole
 from trainer.tools.tune.configs import node
 
 CLASSES = (10e6, 100e6, 1e9, 2.5e9, 10e9, 25e9, 40e9, 100e9, 200e9, 400e9, 800e9)  # bit/s, as networks are sold

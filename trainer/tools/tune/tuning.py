@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.config.tuned import Tuned, cpu_name
+from trainer.cost.machine import Machine
+from trainer.cost.workload import Choice
 from trainer.errors import ConfigError, printable
 from trainer.timeouts import TRIAL_LEAST_S
-from trainer.cost.machine import Machine
-from trainer.cost.setup import read
-from trainer.cost.workload import Choice
+from trainer.tools.cost_model.read import read
 from trainer.tools.tune.canary import Judge, Verdict, too_full
 from trainer.tools.tune.candidates import NOTHING, candidates, changes_micro_batch, describe, family
 from trainer.tools.tune.configs import alone, is_exact, merge, of_trial, whole

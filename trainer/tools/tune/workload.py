@@ -5,13 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.cost.setup import Setup
+from trainer.cost.workload import Workload
 from trainer.errors import ConfigError
 from trainer.parallel.batch_norm import normalises_by_batch
 from trainer.parallel.blocks import find_blocks
-from trainer.cost.memory import kept
-from trainer.cost.passes import recomputed, splitting
-from trainer.cost.setup import Setup
-from trainer.cost.workload import Workload
 from trainer.tools.scale.work import NUMBER, kept_by, on_meta
 
 
@@ -27,9 +25,9 @@ def make_workload(answers: Sequence[Mapping[str, Any]]) -> Workload:
 
 def without_recomputation(setup: Setup) -> Workload:
     """Return the workload that was measured with the setup's recomputation, less its cost: predictions add it."""
-    work, share = setup.workload, recomputed(setup)
+    work, share = setup.workload, setup.recomputed
     backward_s, pass_s = max(0.0, work.backward_s - share * work.forward_s), work.pass_s / (1 + share / 3)
-    activation_bytes = work.activation_bytes / (kept(setup) or 1.0)  # a budget of 0 keeps none, and tells nothing
+    activation_bytes = work.activation_bytes / (setup.keeps or 1.0)  # a budget of 0 keeps none, and tells nothing
     return dataclasses.replace(work, backward_s=backward_s, pass_s=pass_s, activation_bytes=activation_bytes)
 
 
@@ -68,7 +66,7 @@ def with_phases(found: Mapping[str, Any], phases: Mapping[str, float], setup: Se
     return {
         **found,
         "forward_s": phases["forward"] * a_sample,
-        "backward_s": phases["backward"] * a_sample / splitting(setup),
+        "backward_s": phases["backward"] * a_sample / setup.backward_factor,
         "optimizer_s": phases["optimizer"] * setup.stages / setup.stepped,
         "random": True,  # whether losses draw random numbers is not known
     }
