@@ -52,6 +52,10 @@ class Local:
     """A path that can be opened without a library for a remote store. It is not empty."""
 
 
+class Made:
+    """Base class of objects that an argument takes. A config describes one as a node: `_target_` and its arguments."""
+
+
 PositiveInt = Annotated[int, AtLeast(1), AtMost(2**63 - 1)]
 NonNegativeInt = Annotated[int, AtLeast(0), AtMost(2**63 - 1)]
 PositiveFloat = Annotated[float, Above(0), Below(inf)]
@@ -72,7 +76,7 @@ PLAIN |= {
     "Beta": Beta,
     "Share": Share,
 }
-PLAIN |= {"LocalPath": LocalPath}
+PLAIN |= {"LocalPath": LocalPath, "Made": Made}
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -97,8 +101,20 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, int | kind) and not isinstance(value, bool)
     if kind in (None, type(None)):
         return value is None
+    if isinstance(kind, type) and issubclass(kind, Made):
+        return isinstance(value, kind) or (kind is Made and is_node(value))
     checked = kind in (bool, str, dict, list) or (isinstance(kind, type) and dataclasses.is_dataclass(kind))
     return isinstance(value, kind) if checked else True
+
+
+def is_node(value: Any) -> bool:
+    """Return whether a value of a config describes an object."""
+    return isinstance(value, Mapping) and "_target_" in value
+
+
+def takes_node(kind: Any) -> bool:
+    """Return whether an annotation takes an object that a config describes as a node."""
+    return kind is Made or any(map(takes_node, typing.get_args(kind)))
 
 
 def describe(kind: Any) -> str:
@@ -115,6 +131,8 @@ def describe(kind: Any) -> str:
         return "a list" if args[0] is Any else f"a list of {describe(args[0])}"
     if origin is Callable:
         return "a function"
+    if kind is Made:
+        return "an object ({_target_: package.Class, ...})"
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return f"{kind.__name__}(...)"
     return "null" if kind in (None, type(None)) else getattr(kind, "__name__", str(kind))

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, TypeVar
 
@@ -14,6 +14,7 @@ from trainer.annotated import called, check_arguments
 from trainer.comm.reduce import Reduce
 from trainer.context import Context
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.data.batch import Split, Step
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
@@ -70,6 +71,7 @@ class Callback:
     communicates: ClassVar[bool] = False  # it only communicates: with one rank it does nothing, and the log says so
     stages: int = 1  # ranks that read the same samples: a batch is split over world / stages
     provides: frozenset[str] = frozenset()  # capabilities that other callbacks refuse or need: docs/step.md has all
+    family: ClassVar[tuple[str, ...]] = ()  # knobs whose values `tune` corrects the cost model for, each alone
     metric: str = ""  # a metric that validation must give, for example `val/loss`
     # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
     conflicts: Mapping[Any, str] = {}
@@ -191,9 +193,14 @@ class Callback:
     def cost(self) -> Cost | None:
         """Return what this callback changes in the cost of a step, for `tune` and `scale`; None: it is not modelled.
 
-        What measures or shows numbers is a part of the step's fixed seconds, which are measured.
+        The fixed seconds of a step, which are measured, have those of callbacks that measure or show numbers.
         """
         return Cost() if self.role >= Role.MEASURE else None
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        """Return what `tune` tries of this callback: one at a time, with callbacks of other roles."""
+        return ()
 
     def __repr__(self) -> str:
         return called(self)

@@ -51,3 +51,18 @@ def test_a_resume_that_would_lose_what_is_kept_back_is_refused():
         ):
             other.load_state_dict(saved)
     GradCompress("fp16").load_state_dict(GradCompress("bf16").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "feedback", "level", "words"),
+    [
+        ("dgc", True, "all", r"feedback=true: codec=dgc has an error feedback of its own; leave feedback out"),
+        ("blocksparse", True, "all", r"feedback=true: codec=blocksparse sends everything; leave feedback out"),
+        ("powersgd", None, "inter", r"level=inter: .*; use level=all, or another codec"),
+    ],
+)
+def test_what_means_nothing_for_a_codec_is_refused(name, feedback, level, words):
+    with pytest.raises(ConfigError, match=rf"^callbacks\.grad_compress\.{words}$"):
+        GradCompress(codec=name, feedback=feedback, level=level)
+    GradCompress(codec=name, feedback=False)
+    GradCompress(codec="topk", feedback=feedback, level=level)

@@ -8,7 +8,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from trainer.annotated import NonNegativeInt
 from trainer.callback import Callback, Role
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
 from trainer.parallel.blocks import find_blocks, longest_list
@@ -97,6 +98,10 @@ class Compile(Callback):
             }
         self.conflicts = refused
         self.counters: list[GraphCounter] = []
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        return [Variant({"fallback_random": True})]  # so that random numbers are the plain run's
 
     def cost(self) -> Cost:
         return Cost(left_out="its factor on the passes is not measured, and is taken as 1")

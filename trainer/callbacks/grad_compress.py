@@ -1,24 +1,27 @@
 """Sends gradients in fewer bytes: one of the codecs of trainer/comm/codecs, with error feedback where it needs that."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from typing import Annotated, Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.annotated import AtMost, Beta, NonNegativeInt, PositiveFloat, PositiveInt
+from trainer.annotated import AtMost, Beta, Made, NonNegativeInt, PositiveFloat, PositiveInt
 from trainer.callback import Callback, Role
 from trainer.checks.recipe import refuse_complex
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
-from trainer.comm.codecs.registry import make, refuse
+from trainer.comm.codecs.registry import CODECS, make, name_of
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.context import Context
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError
 from trainer.log import log
+
+KEY = "callbacks.grad_compress"
 
 
 class GradCompress(Callback):
@@ -28,20 +31,21 @@ class GradCompress(Callback):
     mean. The next mean gradient then holds the same part of them.
 
     Args:
-        codec: Name of the codec; see trainer/callbacks/grad_compress.md.
+        codec: Name of the codec, or a `Codec` with knobs of its own; see trainer/callbacks/grad_compress.md.
         feedback: Add the unsent part to the next step's gradient; null: if the codec's paper does.
         start_step: Earlier steps send gradients uncompressed.
         level: With `hierarchical`, `inter` compresses what goes across nodes only.
-        density, ..., warmup_steps: Knobs of single codecs; null leaves one to the codec.
+        density, ..., warmup_steps: Knobs of single codecs by name; null leaves one to the codec.
     """
 
     role = Role.COMPRESS
+    family = ("codec", "level")
     exact = False
     communicates = True
 
     def __init__(
         self,
-        codec: Literal["bf16", "fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse"] = "bf16",
+        codec: Literal["bf16", "fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse"] | Made = "bf16",
         feedback: bool | None = None,
         start_step: NonNegativeInt = 0,
         level: Literal["all", "inter"] = "all",
@@ -56,18 +60,28 @@ class GradCompress(Callback):
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
         self.own: Callable[[Bucket], Bucket] | None = None  # bucket -> the part that this rank encodes; None: no part
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
-        self.codec: Codec = make(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
+        self.codec: Codec = made(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
+        name = name_of(self.codec)
         self.exact, self.start_step = self.codec.exact, start_step
         self.level, self.momentum = level, momentum
-        refuse(codec, self.codec, feedback, level)
+        refuse(name, self.codec, feedback, level)
         if self.codec.feedback if feedback is None else feedback:
             self.codec = ErrorFeedback(self.codec)
-        self.conflicts = conflicts(codec, self.codec, level, momentum, clip_norm)
+        self.conflicts = conflicts(name, self.codec, level, momentum, clip_norm)
         fed_back = isinstance(self.codec, ErrorFeedback)
-        self.setting = {"codec": codec, "feedback": fed_back, "level": level, "keeps": bool(self.codec.kept)}
+        self.setting = {"codec": name, "feedback": fed_back, "level": level, "keeps": bool(self.codec.kept)}
         self.provides = frozenset({"compresses_all"} if level == "all" else ())
         if level == "inter":
             self.requires = {"hierarchical": "level=inter compresses between nodes; add hierarchical, or use level=all"}
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        if at.ranks == 1:
+            return []
+        knobs = [{"codec": codec} for codec in ("bf16", "fp16", "int8", "topk", "powersgd")]
+        parts = [each for each in knobs if at.two_levels and not CODECS[each["codec"]].matrices]
+        inter = [{**each, "level": "inter"} for each in parts]
+        return [Variant(each) for each in [*knobs, *inter]]
 
     def cost(self) -> Cost:
         name, between = self.setting["codec"], self.level == "inter"
@@ -163,6 +177,43 @@ class GradCompress(Callback):
 
     def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
         return merge(states)
+
+
+def made(codec: str | Made, knobs: dict[str, Any]) -> Codec:
+    """Return the codec: by its name with these knobs, or an object, which has knobs of its own.
+
+    Raises:
+        ConfigError: It is no codec, or a knob has no effect or no meaning.
+    """
+    if isinstance(codec, str):
+        try:
+            return make(codec, knobs)
+        except ConfigError as error:
+            text = str(error).removeprefix("codec")
+            raise ConfigError(f"{KEY}.codec{text}" if text.startswith("=") else f"{KEY}{text}") from None
+    if not isinstance(codec, Codec):
+        reason = f"{type(codec).__name__} is no codec; inherit from trainer.comm.codecs.base.Codec"
+        raise ConfigError(f"{KEY}.codec: {reason}")
+    for knob, value in knobs.items():
+        if value is not None:
+            raise ConfigError(f"{KEY}.{knob}={value}: {name_of(codec)} has knobs of its own; set {KEY}.codec.{knob}")
+    return deepcopy(codec)  # an object may be given to several runs
+
+
+def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
+    """Refuse settings that have no effect on this codec.
+
+    Raises:
+        ConfigError: The message names the setting.
+    """
+    if feedback and (codec.kept or codec.exact):
+        why = "sends everything" if codec.exact else "has an error feedback of its own"
+        raise ConfigError(f"{KEY}.feedback=true: codec={name} {why}; leave feedback out")
+    if level == "inter" and codec.matrices:
+        raise ConfigError(
+            f"{KEY}.level=inter: between nodes a rank has a part of each matrix, and codec={name} needs whole "
+            "matrices; use level=all, or another codec"
+        )
 
 
 def conflicts(

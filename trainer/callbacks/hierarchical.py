@@ -1,5 +1,7 @@
 """Reduces in two levels, inside each node first, so that a node's ranks share the bytes that cross the network."""
 
+from collections.abc import Iterable
+
 import torch
 
 from trainer.annotated import PositiveInt
@@ -7,6 +9,7 @@ from trainer.callback import Callback, Role
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError
 from trainer.log import log
 
@@ -27,6 +30,10 @@ class Hierarchical(Callback):
 
     def __init__(self, ranks_per_node: PositiveInt | None = None) -> None:
         self.ranks_per_node = ranks_per_node
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        return [Variant({})] if at.two_levels else []
 
     def cost(self) -> Cost:
         return Cost(two_levels=True)

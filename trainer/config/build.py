@@ -5,7 +5,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from trainer.config.schema import option_parameters
+from trainer.annotated import is_node, takes_node
+from trainer.config.schema import knobs, option_parameters
 from trainer.config.targets import locate
 
 T = TypeVar("T")
@@ -27,9 +28,13 @@ def build_options(options: type[T], values: Mapping[str, Any]) -> T:
 def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
     """Return the object that `node` describes; with `_partial_` a function that still takes its first arguments.
 
-    An argument that the class lists among its `targets` names a class, and is replaced by that class.
+    An argument that the class lists among its `targets` names a class, and is replaced by that class. A node is
+    replaced by its object where the argument's annotation has `Made`.
     """
     target, given = locate(f"{key}._target_", node["_target_"], allow), arguments(node)
+    for name in [name for name, value in given.items() if is_node(value)]:
+        if takes_node(getattr(knobs(key, node["_target_"], allow).get(name), "annotation", None)):
+            given[name] = build(f"{key}.{name}", given[name], allow)
     for name in getattr(target, "targets", ()):
         if isinstance(given.get(name), str):
             given[name] = locate(f"{key}.{name}", given[name], allow)

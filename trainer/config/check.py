@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Mapping, Set
 from typing import Any
 
-from trainer.annotated import PositiveInt, as_yaml, checked
+from trainer.annotated import PositiveInt, as_yaml, checked, is_node, takes_node
 from trainer.comm.nccl import NCCLOptions
 from trainer.config.build import arguments, build, build_options
 from trainer.config.options import DataOptions, Options
@@ -118,7 +118,11 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}._target_={target}: is not a full name; write package.module.Name")
     refuse_target(f"{key}._target_", target, allow)
     known = knobs(key, target, allow)
-    refuse_nested(key, arguments(node))
+    for name, value in arguments(node).items():
+        if is_node(value) and name in known and takes_node(known[name].annotation):
+            check_node(f"{key}.{name}", value, allow)
+        else:
+            refuse_nested(f"{key}.{name}", value)
     if key in GROUPS and node.get("_partial_") and known and next(iter(known.values())).default is NO_DEFAULT:
         known = dict(list(known.items())[1:])  # its first argument, the groups of parameters, is no key
     if key == "optimizer":

@@ -1,4 +1,4 @@
-"""What the cost model knows of a run: the machine, the work of a sample, and what each callback changes."""
+"""A run as the cost model sees it: the machine, the work of a sample, and what each callback changes."""
 
 import functools
 import math
@@ -17,7 +17,7 @@ ALGORITHMS = {"Ring": "ring", "Tree": "tree", "allreduce:Ring": "ring", "allredu
 
 
 class Coded(Protocol):
-    """What the model asks of a codec: `trainer.comm.codecs.base.Codec` has it."""
+    """The part of a codec that the model needs; `trainer.comm.codecs.base.Codec` has it."""
 
     @property
     def residual_copies(self) -> float:
@@ -74,7 +74,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a callback changes in the cost of a step. This class changes nothing.
+    """The change that a callback makes to the cost of a step. This class makes none.
 
     A callback whose effect is a number sets an attribute. One that communicates or schedules in its own way has a
     subclass in its folder. `Callback.cost` returns it.

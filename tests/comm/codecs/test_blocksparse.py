@@ -76,5 +76,5 @@ def test_what_is_not_finite_stays_so():
 
 
 def test_knob():
-    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress\.block=0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"^codec\.block=0: must be at least 1"):
         BlockSparse(0)

@@ -158,5 +158,5 @@ def test_what_is_not_finite_is_sent_and_does_not_stay(poison):
 
 @pytest.mark.parametrize("knob", [{"momentum": -0.1}, {"clip_norm": 0.0}, {"warmup_steps": -1}, {"density": 2.0}])
 def test_knobs(knob):
-    with pytest.raises(ConfigError, match=rf"^callbacks\.grad_compress\.{next(iter(knob))}="):
+    with pytest.raises(ConfigError, match=rf"^codec\.{next(iter(knob))}="):
         DGC(**knob)

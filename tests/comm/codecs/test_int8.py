@@ -109,5 +109,5 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_block():
 
 @pytest.mark.parametrize("block", [0, 6])
 def test_blocks_hold_whole_words(block):
-    with pytest.raises(ConfigError, match=rf"^callbacks\.grad_compress\.block={block}: .*multiple of 4"):
+    with pytest.raises(ConfigError, match=rf"^codec\.block={block}: .*multiple of 4"):
         Int8(block=block)

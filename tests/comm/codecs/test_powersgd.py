@@ -191,5 +191,5 @@ def test_a_resume_has_the_same_bits_whatever_the_buckets_are():
 
 
 def test_knob():
-    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress\.rank=0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"^codec\.rank=0: must be at least 1"):
         PowerSGD(0)

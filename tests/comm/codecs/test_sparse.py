@@ -180,5 +180,5 @@ def test_bytes_are_those_of_the_card(n, density):
 
 @pytest.mark.parametrize("density", [0.0, -1.0, 1.5, float("nan")])
 def test_density(density):
-    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress\.density="):
+    with pytest.raises(ConfigError, match=r"^codec\.density="):
         TopK(density)

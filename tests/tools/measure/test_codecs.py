@@ -9,7 +9,7 @@ from trainer.tools.measure import codecs
 
 def test_each_codec_has_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "SHAPE", (128, 64))
-    found = codecs.measure(torch.device("cpu"))
+    found = codecs.measure(torch.device("cpu"), codecs.by_name())
     assert found.keys() == {"none", *CODECS}
     assert all(cost.encode_s_per_byte + cost.decode_s_per_byte > 0 for cost in found.values())
     assert all(cost.encode_s_per_byte >= 0 and cost.decode_s_per_byte >= 0 for cost in found.values())

@@ -72,7 +72,7 @@ def test_a_number_that_a_rank_lacks_is_a_line(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_memory_that_runs_out_on_any_rank_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: torch.device) -> dict[str, CodecCost]:
+    def fails(*_: Any) -> dict[str, CodecCost]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nSee the documentation.")
 
     monkeypatch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": 1.0})
@@ -90,7 +90,7 @@ def together(place: Place, folder: str, quiet: float) -> tuple[Any, ...]:
     """Each rank has costs and rates of its own; the report has the means."""
     with pytest.MonkeyPatch.context() as patch:
         own = 1.0 + place.rank
-        patch.setattr(codecs, "measure", lambda _: {"bf16": CodecCost(own, 2 * own)})
+        patch.setattr(codecs, "measure", lambda *_: {"bf16": CodecCost(own, 2 * own)})
         patch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": own})
         patch.setattr(processor, "QUIET", quiet)
         ranks, report = Ranks(place, "cpu", "gloo", 60), Report(shows=False)

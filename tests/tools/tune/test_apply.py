@@ -20,8 +20,8 @@ from trainer.checkpoint.locate import CHECKPOINTED
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
 from trainer.process.calling import echelon
+from trainer.tools.cost_model.read import defaults
 from trainer.tools.tune.apply import refuse_other_job, switch
-from trainer.tools.tune.configs import node
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
         with pytest.raises(ConfigError, match=r"recipe\.samples=5: .* has \d+, and a result is proven for one config"):
             refuse_other_job({**config, "recipe": config["recipe"] | {"samples": 5}})
         with pytest.raises(ConfigError, match=r"\+callbacks=\['ema'\]: .* has \[\], and a result"):
-            refuse_other_job({**config, "callbacks": config["callbacks"] | {"ema": node("ema")}})
+            refuse_other_job({**config, "callbacks": config["callbacks"] | {"ema": defaults("ema")}})
 
 
 @pytest.mark.parametrize("text", ["a: [", "", "- 1", "recipe: {}", None])

@@ -8,7 +8,8 @@ from support.runs import make
 
 from trainer.config.check import check
 from trainer.cost.workload import Choice
-from trainer.tools.tune.configs import alone, begun, find_start, merge, node, of_trial, ranks_with_data, whole
+from trainer.tools.cost_model.read import defaults
+from trainer.tools.tune.configs import alone, begun, find_start, merge, of_trial, ranks_with_data, whole
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def test_a_choice_changes_a_copy(config: dict) -> None:
     made = merge(config, Choice({"overlap": {}, "memory": {"snapshot": True}}, {"trainer.ddp.bucket_mib": 5.0}))
     check(made)
     assert repr(config) == before and made["trainer"]["ddp"]["bucket_mib"] == 5.0
-    assert made["callbacks"]["overlap"] == node("overlap") and made["callbacks"]["memory"]["snapshot"] is True
+    assert made["callbacks"]["overlap"] == defaults("overlap") and made["callbacks"]["memory"]["snapshot"] is True
 
 
 def test_the_model_reads_callbacks_that_compute_and_what_differs(config: dict) -> None:

@@ -404,7 +404,7 @@ def test_with_batch_norm_another_micro_batch_is_no_exact_choice(
 def test_trials_have_whole_periods_also_of_today_s_local_sgd() -> None:
     tuning = object.__new__(Tuning)
     tuning.options = TuneOptions(steps=20, warm=3)
-    tuning.config = {"callbacks": {"local_sgd": {"every": 16}}, "trainer": {"max_steps": None}}
+    tuning.config = {"callbacks": {"local_sgd": {"every": 16}}, "trainer": {"max_steps": None, "allow_targets": []}}
     assert tuning.length(NOTHING) == (16, 32) and tuning.length(Choice({"local_sgd": {"every": 4}}, {})) == (4, 20)
     tuning.config["trainer"]["max_steps"] = 40
     assert tuning.length(NOTHING) == (16, 16)

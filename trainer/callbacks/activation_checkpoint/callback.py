@@ -1,6 +1,6 @@
 """Trades the memory of activations for FLOPs or for copies to the host, block by block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
 from trainer.callbacks.activation_checkpoint.recompute import Recompute
 from trainer.context import Context
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.blocks import find_blocks
@@ -70,6 +71,10 @@ class ActivationCheckpoint(Callback):
         refused = "offload" if policy == "offload" else "budget" if budget is not None else ""
         self.conflicts = CONFLICTS.get(refused, {})
         self.wrapped: dict[nn.Module, Recompute] = {}
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        return [Variant({"policy": "selective"}), Variant({})]
 
     def cost(self) -> Cost:
         return cost_of(self.policy, self.every, self.budget)

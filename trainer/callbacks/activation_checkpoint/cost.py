@@ -1,4 +1,4 @@
-"""What recomputing blocks costs, and the activations that it keeps, as the card measures them."""
+"""The cost of recomputed blocks, and the activations that stay, as the card measures them."""
 
 from trainer.cost.setup import Cost
 

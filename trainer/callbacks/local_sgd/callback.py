@@ -1,6 +1,6 @@
 """Each rank steps alone, and every few steps the ranks synchronise their weights: local SGD and DiLoCo."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from trainer.callbacks.local_sgd.cost import LocalSGDCost
 from trainer.comm.reduce import AllReduce, Background, Reduce
 from trainer.context import Context
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError, require
 from trainer.log import log
 from trainer.parallel.strategy import copied
@@ -51,6 +52,7 @@ class LocalSGD(Callback):
     """
 
     role = Role.SYNC
+    family = ("every",)
     exact = False
     communicates = True
     provides = frozenset({"defers"})
@@ -85,6 +87,11 @@ class LocalSGD(Callback):
         self.names: dict[Tensor, str] = {}
         self.due: list[int] = []
         self.own: dict[str, Any] = {}
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        knobs = [{"every": 4}, {"every": 16}, {"every": 16, "delay": 8}] if at.ranks > 1 else []
+        return [Variant(each, others) for each in knobs for others in ({}, {"grad_compress": {"codec": "int8"}})]
 
     def cost(self) -> Cost:
         copies = (3 if self.outer.momentum else 2) + bool(self.delay)

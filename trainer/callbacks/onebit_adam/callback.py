@@ -1,6 +1,6 @@
 """Adam whose variance is frozen after a warm-up, and whose momentum then travels as signs: 1-bit Adam."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +15,13 @@ from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import AllReduce
 from trainer.context import Context
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError
 from trainer.log import log
 
 UNUSED = "only DDP knows which parameters no rank has used, and DDP ends with the warm-up"
+
+WARMUP = 100  # steps
 
 
 class OneBitAdam(Callback):
@@ -48,11 +51,16 @@ class OneBitAdam(Callback):
         "static_graph": f"{UNUSED}; set trainer.ddp.static_graph=false or leave onebit_adam out",
     }
 
-    def __init__(self, warmup_steps: PositiveInt = 100) -> None:
+    def __init__(self, warmup_steps: PositiveInt = WARMUP) -> None:
         self.warmup_steps, self.restored_step = warmup_steps, 0
         self.errors = {"worker": Residuals(), "server": Residuals()}
         self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
         self.frozen: OneBit | None = None  # None during the warm-up
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        """Return nothing before the end of the warm-up: a trial would be plain AdamW."""
+        return [Variant({})] if at.ranks > 1 and at.step >= WARMUP else []
 
     def cost(self) -> Cost:
         return OneBitAdamCost(codec_name="sign", encodes=True)

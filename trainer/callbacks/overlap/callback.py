@@ -1,6 +1,6 @@
 """Sends each bucket of gradients in the order in which the next forward pass needs them, and steps it only then."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.optim.partial_step import PartialStep
@@ -51,6 +52,10 @@ class Overlap(Callback):
         self.fresh = True  # this step has had no forward pass yet
         self.unused: set[Tensor] = set()  # parameters that this rank did not use in the pending step
         self.hooks: list[Any] = []
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        return [Variant({})] if at.ranks > 1 else []
 
     def cost(self) -> Cost:
         return OverlapCost()

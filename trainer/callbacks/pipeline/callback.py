@@ -1,7 +1,7 @@
 """Runs the model as a pipeline: each rank has some of its blocks, and micro-batches pass from rank to rank."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from trainer.callbacks.pipeline.strategy import Mesh, Pipeline
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.context import Context
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
@@ -56,6 +57,7 @@ class PipelineParallel(Callback):
 
     role = Role.SPLIT
     also = (Role.SHARD,)
+    family = ("schedule",)
     conflicts = {
         Role.OPTIMIZER: "a rank has the parameters of its stage only; leave one out",
         Role.SYNC: "the stages of a pipeline exchange data in each step; leave one out",
@@ -90,6 +92,20 @@ class PipelineParallel(Callback):
         self.stages, self.schedule, self.cut = stages, schedule, cut
         self.memory_gib, self.run_ahead = memory_gib, run_ahead
         self.virtual = stages * (2 if schedule in TWICE else 1)
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        """Return pipelines of 2 ranks, of 4 and so on. GPipe and interleaved stages lie between the two schedules.
+
+        Their optimizer's state is sharded over replicas, or not.
+        """
+        for stages in (2**n for n in range(1, at.ranks.bit_length()) if at.ranks % 2**n == 0):
+            for schedule in ("1f1b", "zero_bubble", ASYNC):
+                if stages * (2 if schedule in TWICE else 1) > at.blocks:
+                    continue
+                yield Variant({"stages": stages, "schedule": schedule})
+                if stages < at.ranks:
+                    yield Variant({"stages": stages, "schedule": schedule}, {"shard": {"stage": 1}})
 
     def cost(self) -> Cost:
         cut = None if isinstance(self.cut, str) else tuple(self.cut)

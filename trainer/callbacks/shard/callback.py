@@ -1,6 +1,6 @@
 """Shards optimizer state, gradients and parameters over the ranks: ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.callbacks.shard.zero2 import ZeRO2
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.setup import Cost
+from trainer.cost.variant import Situation, Variant
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.optim.probe import refuse_coupled
@@ -54,6 +55,7 @@ class Shard(Callback):
     """
 
     role = Role.SHARD
+    family = ("stage",)
     communicates = True
 
     def __init__(
@@ -78,6 +80,12 @@ class Shard(Callback):
         self.conflicts = stage3.conflicts(offload) if stage == 3 else {"defers": STEPS}
         if stage == 2:
             self.conflicts |= WITHOUT_DDP
+
+    @classmethod
+    def variants(cls, at: Situation) -> Iterable[Variant]:
+        knobs = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "reshard": False}]
+        hybrid = [{"stage": 3, "hybrid": True}] if at.two_levels else []
+        return [Variant(each) for each in [*knobs, *hybrid]] if at.ranks > 1 else []
 
     def cost(self) -> Cost:
         if self.stage == 3:

@@ -5,13 +5,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from trainer.annotated import Made
 from trainer.comm.bucket import Bucket, Piece
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.messages import Message, Shapes, elements
 from trainer.errors import ConfigError
 
 
-class Codec:
+class Codec(Made):
     """Base class of codecs. A codec makes a payload of a flat tensor, and decodes payloads.
 
     A codec of one payload has `encode`, `decode` and `payload_bytes`. A codec that communicates more than once
@@ -21,6 +22,7 @@ class Codec:
     gathers: bool = False  # payloads can't be summed in transit: `reduce` is the chain's end, an AllReduce
     feedback: bool = False  # the unsent part should be added to the next step's gradient
     exact: bool = False  # the result is the true mean, to rounding
+    matrices: bool = False  # whole parameters are needed, not parts of them
 
     ranks, rank, seed = 1, 0, 0  # set by `join`
 

@@ -30,7 +30,7 @@ class BlockSparse(Codec):
     exact: bool = True
     gathers: bool = True
 
-    @check_arguments("callbacks.grad_compress.")
+    @check_arguments("codec.")
     def __init__(self, block: PositiveInt = 256) -> None:
         super().__init__()
         self.block = block

@@ -34,7 +34,7 @@ class DGC(Sparse):
             that is more.
     """
 
-    @check_arguments("callbacks.grad_compress.")
+    @check_arguments("codec.")
     def __init__(
         self,
         density: Annotated[PositiveFloat, AtMost(1)] = 0.001,

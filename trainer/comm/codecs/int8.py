@@ -35,11 +35,11 @@ class Int8(Codec):
 
     gathers: bool = True
 
-    @check_arguments("callbacks.grad_compress.")
+    @check_arguments("codec.")
     def __init__(self, rounding: Literal["stochastic", "nearest"] = "stochastic", block: int = 256) -> None:
         super().__init__()
         if block < 4 or block % 4:
-            raise ConfigError(f"callbacks.grad_compress.block={block}: int8 needs a positive multiple of 4; use 256")
+            raise ConfigError(f"codec.block={block}: int8 needs a positive multiple of 4; use 256")
         self.stochastic, self.block = rounding == "stochastic", block
 
     def messages(self, shapes: Shapes, ranks: int) -> list[Message]:

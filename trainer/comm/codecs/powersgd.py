@@ -27,8 +27,9 @@ class PowerSGD(Codec):
     """
 
     feedback: bool = True
+    matrices: bool = True
 
-    @check_arguments("callbacks.grad_compress.")
+    @check_arguments("codec.")
     def __init__(self, rank: PositiveInt = 4) -> None:
         super().__init__()
         self.columns = rank

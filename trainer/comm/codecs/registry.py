@@ -26,33 +26,23 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def make(name: str, knobs: dict[str, Any]) -> Codec:
-    """Make the codec `name`.
+    """Make the codec `name`. A knob that is None is left to the codec.
 
     Raises:
-        ConfigError: There is no such codec, or the codec lacks a given knob.
+        ConfigError: There is no such codec, or the codec lacks a given knob or refuses its value.
     """
-    require_one_of("callbacks.grad_compress.codec", name, CODECS)
+    require_one_of("codec", name, CODECS)
     known = inspect.signature(CODECS[name]).parameters
     given = {knob: value for knob, value in knobs.items() if value is not None}
     for knob in given.keys() - known.keys():
         raise ConfigError(
-            f"callbacks.grad_compress.{knob}={given[knob]}: codec={name} has no such knob; "
+            f"codec.{knob}={given[knob]}: codec={name} has no such knob; "
             f"leave it out (its knobs: {', '.join(known) or 'none'})"
         )
     return CODECS[name](**given)
 
 
-def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
-    """Refuse settings that have no effect on this codec.
-
-    Raises:
-        ConfigError: The message names the setting.
-    """
-    if feedback and (codec.kept or codec.exact):
-        why = "sends everything" if codec.exact else "has an error feedback of its own"
-        raise ConfigError(f"callbacks.grad_compress.feedback=true: codec={name} {why}; leave feedback out")
-    if level == "inter" and name == "powersgd":
-        raise ConfigError(
-            "callbacks.grad_compress.level=inter: between nodes a rank has a part of each matrix, and "
-            "codec=powersgd needs whole matrices; use level=all, or another codec"
-        )
+def name_of(codec: Codec) -> str:
+    """Return the name of a codec in the registry; the full name of another class."""
+    kind = type(codec)
+    return next((name for name, own in CODECS.items() if own is kind), f"{kind.__module__}.{kind.__qualname__}")

@@ -32,7 +32,7 @@ class Sparse(Codec):
     gathers: bool = True
     dtype: torch.dtype = torch.float32  # of the sent values
 
-    @check_arguments("callbacks.grad_compress.")
+    @check_arguments("codec.")
     def __init__(self, density: Annotated[PositiveFloat, AtMost(1)]) -> None:
         super().__init__()
         self.density = density

@@ -1,7 +1,8 @@
 """Measures what a codec of trainer/comm/codecs costs a rank, without a network."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from statistics import median
 
 import torch
@@ -40,8 +41,14 @@ class Nowhere(AllReduce):
         return rows.clone()
 
 
-def measure(device: torch.device, names: Collection[str] = tuple(CODECS)) -> dict[str, CodecCost]:
-    """Return the cost of codecs, with the error feedback that their papers have, on a bucket of 16 MiB.
+def by_name() -> dict[str, Codec]:
+    """Return Echelon's codecs, with the error feedback that their papers have."""
+    made = {name: codec() for name, codec in CODECS.items()}
+    return {name: ErrorFeedback(codec) if codec.feedback else codec for name, codec in made.items()}
+
+
+def measure(device: torch.device, codecs: Mapping[str, Codec]) -> dict[str, CodecCost]:
+    """Return the cost of each codec on a bucket of 16 MiB.
 
     `none` is the copy into a bucket and back, which a reduction without DDP takes.
 
@@ -52,7 +59,7 @@ def measure(device: torch.device, names: Collection[str] = tuple(CODECS)) -> dic
     gradients = torch.empty(sum(p.numel() for p in params), device=device).normal_(generator=generator)
     gradients *= torch.empty_like(gradients).normal_(generator=generator).exp_()
     bucket, size = Bucket.of(params, step=1), gradients.nbytes
-    costs = {name: cost([mean_s(CODECS[name](), gradients, bucket, n) / size for n in RANKS]) for name in names}
+    costs = {name: cost([mean_s(codec, gradients, bucket, n) / size for n in RANKS]) for name, codec in codecs.items()}
     return {"none": copy_cost(gradients, bucket), **costs}
 
 
@@ -74,8 +81,8 @@ def cost(seconds: Sequence[float]) -> CodecCost:
 
 def mean_s(codec: Codec, gradients: Tensor, bucket: Bucket, ranks: int) -> float:
     """Return the seconds of a mean over `ranks`, with everything but the network."""
-    codec.join(ranks, 0, 0)
-    whole, flat, reduce = ErrorFeedback(codec) if codec.feedback else codec, gradients.clone(), Nowhere(ranks)
+    whole, flat, reduce = deepcopy(codec), gradients.clone(), Nowhere(ranks)
+    whole.join(ranks, 0, 0)
     times: list[float] = []
     for _ in range(WARM + ROUNDS):
         flat.copy_(gradients)

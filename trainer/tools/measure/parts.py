@@ -37,7 +37,7 @@ def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
 
 def codecs(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
     def measure() -> dict[str, list[float]]:
-        costs = codec_costs.measure(ranks.device).items()
+        costs = codec_costs.measure(ranks.device, codec_costs.by_name()).items()
         return {name: [cost.encode_s_per_byte, cost.decode_s_per_byte] for name, cost in costs}
 
     if each := on_each(ranks, report, "codecs", measure):

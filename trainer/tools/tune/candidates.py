@@ -6,40 +6,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.callback import Role
 from trainer.checkpoint.manifest import verify
 from trainer.comm.nccl import VARIABLES
+from trainer.cost.variant import Situation
 from trainer.cost.workload import Choice
 from trainer.process import cgroup
 from trainer.process.environment import Place
-from trainer.tools.tune.configs import callbacks_of, is_exact, merge, node, ranks_with_data, refusal
+from trainer.tools.cost_model.read import costs_of
+from trainer.tools.kinds import kinds
+from trainer.tools.tune.configs import is_exact, merge, ranks_with_data, refusal
 
 Callbacks = dict[str, dict[str, Any]]  # name -> knobs
 NOTHING = Choice({}, {})
 BUCKETS_MIB = (1.0, 5.0, 100.0)
 WORKERS = (0, 1, 2, 4)
-COMPILE: Sequence[Callbacks] = ({}, {"compile": {"fallback_random": True}})
-RECOMPUTE: Sequence[Callbacks] = (
-    {}, {"activation_checkpoint": {"policy": "selective"}}, {"activation_checkpoint": {}}
-)  # fmt: skip
-LAYOUTS: Sequence[Callbacks] = (
-    {}, {"overlap": {}}, {"shard": {"stage": 1}}, {"shard": {"stage": 2}}, {"shard": {"stage": 3}},
-    {"shard": {"stage": 3, "reshard": False}},
-)  # fmt: skip
-SCHEDULES = ("1f1b", "zero_bubble")  # of pipelines; gpipe and interleaved lie between them
-CODECS: Sequence[Callbacks] = tuple(
-    {"grad_compress": {"codec": codec}} for codec in ("bf16", "fp16", "int8", "topk", "powersgd")
-)
-LOCAL_SGD: Sequence[Callbacks] = (
-    {"local_sgd": {"every": 4}}, {"local_sgd": {"every": 16}}, {"local_sgd": {"every": 16, "delay": 8}}
+GROUPS = (  # roles of which a choice adds one callback at most
+    (Role.COMPILE,), (Role.RECOMPUTE,), (Role.SPLIT, Role.SHARD, Role.OPTIMIZER), (Role.REDUCE,),
+    (Role.COMPRESS, Role.SYNC),
 )  # fmt: skip
 NCCL: Sequence[dict[str, Any]] = (
     {"nccl.algo": "allreduce:Ring"}, {"nccl.algo": "allreduce:Tree"}, {"nccl.max_channels": 8},
     {"nccl.buffer_mib": 8.0},
 )  # fmt: skip
 SOCKETS: dict[str, Any] = {"nccl.socket_threads": 4, "nccl.sockets_per_thread": 4}  # of conf/nccl/ethernet.yaml
-VARIANTS = {  # knobs whose values are a family each
-    "shard": ("stage",), "pipeline": ("schedule",), "grad_compress": ("codec", "level"), "local_sgd": ("every",),
-}  # fmt: skip
 
 
 def candidates(
@@ -64,11 +54,12 @@ def candidates(
     found: list[Choice] = []
     settings: dict[int, list[dict[str, Any]]] = {}  # by ranks with data, that a run accepts
     for callbacks in with_callbacks(config, place, lossy, blocks):
-        if callbacks.keys() & set(without) or not runs(Choice(callbacks, {})) or not stages_fit(callbacks, blocks):
+        if callbacks.keys() & set(without) or not runs(Choice(callbacks, {})):
             continue
         ranks = ranks_with_data(merge(config, Choice(callbacks, {})), place.world)
         if ranks not in settings:
-            few = {name: knobs for name, knobs in callbacks.items() if name == "pipeline"}
+            costs = costs_of(callbacks, ())
+            few = {name: knobs for name, knobs in callbacks.items() if (cost := costs[name]) and cost.stages > 1}
             all_of_them = with_settings(config, place, ranks, backend)
             settings[ranks] = [each for each in all_of_them if runs(Choice(few, each))]
         found += [Choice(callbacks, each) for each in settings[ranks] if fits_layout(config, callbacks, each, ranks)]
@@ -87,36 +78,20 @@ def changes_micro_batch(config: Mapping[str, Any], choice: Choice, world: int) -
 
 def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks: int) -> Iterator[Callbacks]:
     """Yield the callbacks that may be added. Those of today's config stay, and keep their knobs."""
-    groups: list[Sequence[Callbacks]] = [COMPILE, RECOMPUTE]
-    if place.world > 1:
-        nodes = place.world // place.local_world
-        hybrid: Callbacks = {"shard": {"stage": 3, "hybrid": True}}
-        several = 1 < nodes < place.world
-        layouts = [*LAYOUTS, *([hybrid] if several else []), *pipelines(place.world, lossy, blocks)]
-        groups += [layouts, [{}, *([{"hierarchical": {}}] if several else [])]]
-        groups += [[{}, *(lossy_ones(several, begun_at(config)) if lossy else ())]]
+    at = Situation(place.world, place.world // place.local_world, blocks, begun_at(config))
+    groups: list[list[Callbacks]] = []
+    for roles in GROUPS:
+        named = [(name, variant) for name, kind in kinds().items() if kind.role in roles
+                 for variant in kind.variants(at)]  # fmt: skip
+        added: list[Callbacks] = [
+            {name: dict(knobs), **{other: dict(each) for other, each in others.items()}}
+            for name, (knobs, others) in named
+        ]
+        groups.append([{}, *(each for each in added if lossy or is_exact(with_targets(each)))])
     for parts in itertools.product(*groups):
         combined = {name: knobs for part in parts for name, knobs in part.items()}
-        if not combined.keys() & config["callbacks"].keys():
+        if len(combined) == sum(map(len, parts)) and not combined.keys() & config["callbacks"].keys():
             yield combined
-
-
-def lossy_ones(several: bool, step: int) -> Iterator[Callbacks]:
-    """Yield callbacks that send less than the gradients.
-
-    Args:
-        several: Ranks of several nodes, each with several ranks: codecs may work between nodes alone.
-        step: At which a trial begins. Before the end of its warm-up, a trial of `onebit_adam` would be plain AdamW.
-    """
-    for own in CODECS:
-        yield own
-        if several:
-            yield {"grad_compress": {**own["grad_compress"], "level": "inter"}}
-    for own in LOCAL_SGD:
-        yield own
-        yield {**own, "grad_compress": {"codec": "int8"}}
-    if step >= node("onebit_adam")["warmup_steps"]:
-        yield {"onebit_adam": {}}
 
 
 def begun_at(config: Mapping[str, Any]) -> int:
@@ -125,33 +100,18 @@ def begun_at(config: Mapping[str, Any]) -> int:
     return verify(Path(checkpoint), hashes=False)["step"] if checkpoint else 0
 
 
-def pipelines(world: int, lossy: bool, blocks: int) -> Iterator[Callbacks]:
-    """Yield pipelines of 2 ranks, of 4 and so on, with the optimizer's state sharded over replicas or not."""
-    for stages in (n for n in range(2, min(world, blocks) + 1) if world % n == 0 and n & (n - 1) == 0):
-        for schedule in (*SCHEDULES, *(("pipedream_2bw",) if lossy else ())):
-            own: Callbacks = {"pipeline": {"stages": stages, "schedule": schedule}}
-            yield own
-            if stages < world:
-                yield {**own, "shard": {"stage": 1}}
-
-
-def stages_fit(callbacks: Callbacks, blocks: int) -> bool:
-    """Return whether the model has a block for each stage of a pipeline."""
-    made = callbacks_of({"callbacks": with_targets(callbacks), "trainer": {"allow_targets": []}})
-    return all(getattr(callback, "virtual", 0) <= blocks for callback in made.values())
-
-
 def with_targets(callbacks: Callbacks) -> dict[str, Any]:
-    return merge({"callbacks": {}}, Choice(callbacks, {}))["callbacks"]
+    """Return a config of these callbacks alone."""
+    return {"callbacks": merge({"callbacks": {}}, Choice(callbacks, {}))["callbacks"], "trainer": {"allow_targets": []}}
 
 
 def fits_layout(config: Mapping[str, Any], callbacks: Callbacks, settings: Mapping[str, Any], ranks: int) -> bool:
     """Return whether the layout uses these settings: some have no buckets of DDP's, and stages need micro-batches."""
-    pipeline = callbacks.get("pipeline", {})
-    if (pipeline or callbacks.get("shard", {}).get("stage") == 3) and "trainer.ddp.bucket_mib" in settings:
+    costs = [cost for cost in costs_of(callbacks, ()).values() if cost]
+    if not all(cost.ddp_buckets for cost in costs) and "trainer.ddp.bucket_mib" in settings:
         return False
     samples = config["batch"] // ranks
-    return samples // micro_batch({**config, **settings}, samples) >= pipeline.get("stages", 1)
+    return samples // micro_batch({**config, **settings}, samples) >= max((cost.stages for cost in costs), default=1)
 
 
 def micro_batch(config: Mapping[str, Any], samples: int) -> int:
@@ -216,7 +176,7 @@ def describe(choice: Choice) -> str:
 
 def family(choice: Choice) -> str:
     """Return the name under which trials share what the model gets wrong of them: callbacks with a knob, NCCL's."""
-    names = [".".join([name, *(str(knobs[knob]) for knob in VARIANTS.get(name, ()) if knob in knobs)])
+    names = [".".join([name, *(str(knobs[knob]) for knob in kinds()[name].family if knob in knobs)])
              for name, knobs in choice.callbacks.items()]  # fmt: skip
     return "+".join(sorted([*names, *unseen(choice)])) or "plain"
 

@@ -1,12 +1,9 @@
 """Turns a config and a choice into the config of a trial, and refuses what can't run before it costs a trial."""
 
 import copy
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
-
-from omegaconf import OmegaConf
 
 from trainer.callback import Callback, Role
 from trainer.checkpoint import locate
@@ -14,28 +11,21 @@ from trainer.composition import arrange
 from trainer.config.batch import split_batch
 from trainer.config.build import build, build_options
 from trainer.config.check import LIBRARIES, check
-from trainer.config.compose import CONF
 from trainer.config.options import Options
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
 from trainer.plan import features, split_over
+from trainer.tools.cost_model.read import defaults
 
 KEPT = frozenset({"advice"})  # of the callbacks that show numbers: the others would write the terminal or other places
 LOGGED = 5  # steps of a trial, or more
-
-
-@functools.cache
-def node(name: str) -> Mapping[str, Any]:
-    """Return the YAML of a callback of Echelon: `_target_` and all knobs."""
-    found: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
-    return found[name]
 
 
 def merge(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
     """Return a copy of the config with the callbacks and settings of the choice."""
     merged = copy.deepcopy(dict(config))
     for name, knobs in choice.callbacks.items():
-        merged["callbacks"][name] = {**merged["callbacks"].get(name, node(name)), **knobs}
+        merged["callbacks"][name] = {**(merged["callbacks"].get(name) or defaults(name) or {}), **knobs}
     for key, value in choice.settings.items():
         *path, last = key.split(".")
         at = merged
@@ -54,8 +44,10 @@ def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
     allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     callbacks = {}
     for name, given in config["callbacks"].items():
-        if (CONF / "callbacks" / f"{name}.yaml").exists() and build(name, given, allow).role not in UNSEEN:
-            known = node(name)
+        if build(f"callbacks.{name}", given, allow).role not in UNSEEN:
+            known = defaults(name) or {}
+            if known.get("_target_") != given["_target_"]:  # from elsewhere
+                known = {}
             callbacks[name] = {key: value for key, value in given.items() if known.get(key, given) != value}
     micro, _ = split_batch(config["batch"], ranks_with_data(config, world), config["micro_batch"], config["accumulate"])
     settings = {"micro_batch": micro, "data.workers": config["data"]["workers"]}
@@ -66,7 +58,7 @@ def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
     settings["trainer.ddp.gradient_as_bucket_view"] = cuda if view is None else view
     if (algo := config["nccl"]["algo"]) is not None:
         settings["nccl.algo"] = algo
-    return Choice(callbacks, settings)
+    return Choice(callbacks, settings, tuple(config["trainer"]["allow_targets"]))
 
 
 UNSEEN = (Role.MEASURE, Role.OBSERVE, Role.GUARD, Role.AVERAGE)

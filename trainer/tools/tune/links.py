@@ -4,14 +4,19 @@ import hashlib
 import statistics
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
 import torch
 
+from trainer.comm.codecs.base import Codec
 from trainer.comm.ranks import Ranks
 from trainer.cost.machine import CodecCost, Link, Machine
+from trainer.cost.variant import Situation
 from trainer.process.environment import Place, cores
+from trainer.tools.cost_model.read import costs_of
+from trainer.tools.kinds import kinds
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives
 from trainer.tools.measure.collectives import with_shares
@@ -24,12 +29,13 @@ COLLECTIVES = {
     "all_gather": (16 << 20, 0.15, 256 << 10),
     "reduce_scatter": (16 << 20, 0.15, 256 << 10),
 }
-CODECS = ("bf16", "fp16", "int8", "topk", "powersgd")
 BUSY, BUSY_SECONDS = 1 << 20, 0.5  # bytes that a thread hashes at a time, and for how long, to count cores
 NO_LINK = Link(0.0, 1e12, 0.0)
 
 
-def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float, codecs: bool) -> dict[str, Any]:
+def measure_links(
+    place: Place, accelerator: str, backend: str, timeout_s: float, codecs: Mapping[str, Codec]
+) -> dict[str, Any]:
     """Measure the links and codecs as this rank sees them. A collective.
 
     Returns:
@@ -46,7 +52,7 @@ def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float
         links[level.name] = astuple(with_shares(*fits))
     ranks.gather(None)
     share = count_cores()
-    costs = codec_costs.measure(ranks.device, CODECS if codecs else ())
+    costs = codec_costs.measure(ranks.device, codecs)
     backend = ranks.backend
     ranks.leave()
     gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
@@ -54,6 +60,15 @@ def measure_links(place: Place, accelerator: str, backend: str, timeout_s: float
         "levels": links, "codecs": {name: astuple(cost) for name, cost in costs.items()}, "cores": share,
         "memory_bytes": memory_of(ranks.device), "gpu": gpu, "backend": backend,
     }  # fmt: skip
+
+
+def codecs_of(config: Mapping[str, Any], place: Place, lossy: bool) -> dict[str, Codec]:
+    """Return the codecs whose costs a search needs, by name: the config's, and those that callbacks offer."""
+    at = Situation(place.world, place.world // place.local_world, blocks=0, step=0)
+    offered = [{name: dict(knobs)} for name, kind in kinds().items() for knobs, _ in kind.variants(at)] if lossy else []
+    allow = tuple(config["trainer"]["allow_targets"])
+    costs = [cost for callbacks in [*offered, config["callbacks"]] for cost in costs_of(callbacks, allow).values()]
+    return {cost.codec_name: cost.codec for cost in costs if cost and isinstance(cost.codec, Codec)}
 
 
 def count_cores() -> float:

@@ -9,7 +9,7 @@ from trainer.config.build import build_options
 from trainer.log import log, set_handlers
 from trainer.process.environment import Place
 from trainer.process.temporary import sockets_in
-from trainer.tools.tune.links import measure_links
+from trainer.tools.tune.links import codecs_of, measure_links
 from trainer.tools.tune.measure import profile
 from trainer.tools.tune.trial import run_trial
 from trainer.tools.tune.workload import outline
@@ -30,7 +30,8 @@ def run_order(order: dict[str, Any], place: Place) -> dict[str, Any]:
     with applied(build_options(NCCLOptions, config["nccl"]), os.environ), sockets_in(folder):
         if kind == "links":
             limit_s = options["timeout_s"]
-            return measure_links(place, options["accelerator"], options["backend"], limit_s, order["codecs"])
+            codecs = codecs_of(config, place, order["lossy"])
+            return measure_links(place, options["accelerator"], options["backend"], limit_s, codecs)
         if kind == "outline":
             return outline(config)
         run = {"trial": run_trial, "profile": profile}[kind]

@@ -14,7 +14,7 @@ from trainer.cost.machine import Link
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError, printable
 from trainer.files import write_whole
-from trainer.tools.tune.configs import node
+from trainer.tools.cost_model.read import defaults
 
 CLASSES = (10e6, 100e6, 1e9, 2.5e9, 10e9, 25e9, 40e9, 100e9, 200e9, 400e9, 800e9)  # bit/s, as networks are sold
 
@@ -26,7 +26,9 @@ def overlay(config: Mapping[str, Any], choice: Choice, tuned: Tuned, evidence: S
     """
     content: dict[str, Any] = {}
     known = config["callbacks"]
-    if knobs := {name: {**({} if name in known else node(name)), **own} for name, own in choice.callbacks.items()}:
+    if knobs := {
+        name: {**({} if name in known else defaults(name) or {}), **own} for name, own in choice.callbacks.items()
+    }:
         content["callbacks"] = {name: own for name, own in knobs.items() if own}
     for key, value in choice.settings.items():
         *path, last = key.split(".")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.callback import Role
 from trainer.cost.workload import Choice
+from trainer.tools.kinds import kinds
 from trainer.tools.tune.candidates import unseen
 from trainer.tools.tune.correction import Model
 from trainer.tools.tune.team import OUT_OF_MEMORY, TrialFailed
@@ -16,7 +18,6 @@ GAIN = 0.02  # a choice has to promise this share to be worth a trial
 ALIKE = 0.01  # predictions this close tell nothing: of such choices, the one that changes least is tried
 DOUBT = 0.05  # most by which the model's own errors may make a prediction look worse than it is
 HOPE = 0.25  # share of the passes, or of communication, that a change may save whose effect the model leaves out
-RECOMPUTES = "activation_checkpoint"
 OVER = "the budget is over"
 
 
@@ -123,11 +124,11 @@ class Search:
 
     def _recomputes_for_a_reason(self, choice: Choice, limit: float) -> bool:
         """Return whether the choice recomputes nothing, or would not fit without: recomputing only takes time."""
-        if RECOMPUTES not in choice.callbacks:
+        plain = {name: knobs for name, knobs in choice.callbacks.items() if kinds()[name].role != Role.RECOMPUTE}
+        if len(plain) == len(choice.callbacks):
             return True
         if limit == math.inf:
             return False
-        plain = {name: knobs for name, knobs in choice.callbacks.items() if name != RECOMPUTES}
         return self._bytes(Choice(plain, choice.settings)) >= limit
 
     def _ruled_out(self, choice: Choice, failed: Sequence[Choice], blamed: Set[tuple[str, Any]]) -> bool:

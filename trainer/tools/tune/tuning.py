@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from trainer.callback import Role
 from trainer.config.tuned import Tuned, cpu_name
 from trainer.cost.machine import Machine
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError, printable
 from trainer.timeouts import TRIAL_LEAST_S
-from trainer.tools.cost_model.read import read
+from trainer.tools.cost_model.read import costs_of, read
+from trainer.tools.kinds import kinds
 from trainer.tools.tune.canary import Judge, Verdict, too_full
 from trainer.tools.tune.candidates import NOTHING, candidates, changes_micro_batch, describe, family
 from trainer.tools.tune.configs import alone, is_exact, merge, of_trial, whole
@@ -95,7 +97,7 @@ class Tuning:
         return self.team.run(order, limit_s)
 
     def length(self, choice: Choice) -> tuple[int, int]:
-        """Return the steps of a trial before the timed ones, and the timed ones: whole periods of `local_sgd`."""
+        """Return the steps of a trial before the timed ones, and the timed ones: whole periods of synchronisation."""
         period = self._period(choice)
         warm, steps = math.ceil(self.options.warm / period) * period, math.ceil(self.options.steps / period) * period
         if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
@@ -103,7 +105,8 @@ class Tuning:
         return warm, steps - steps % period if steps > period else steps
 
     def _period(self, choice: Choice) -> int:
-        return merge(self.config, choice)["callbacks"].get("local_sgd", {}).get("every", 1)
+        callbacks, allow = merge(self.config, choice)["callbacks"], tuple(self.config["trainer"]["allow_targets"])
+        return max((cost.every for cost in costs_of(callbacks, allow).values() if cost), default=1)
 
     def run_trial(self, choice: Choice) -> dict[str, Any]:
         """Run a trial of a choice.
@@ -114,7 +117,7 @@ class Tuning:
         (warm, steps), period = self.length(choice), self._period(choice)
         refuse_part(steps, period)
         began, limit_s = time.monotonic(), self.options.limit_s
-        if self.today and "compile" not in choice.callbacks:
+        if self.today and not any(kinds()[name].role == Role.COMPILE for name in choice.callbacks):
             limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
         answers = self._order("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
         refuse_part(len(answers[0]["times"]), period)  # the end of a run that is resumed is nearer
@@ -143,7 +146,7 @@ class Tuning:
         steps = profile_steps(self.options, self.today["step_s"])
 
         def links() -> list[dict[str, Any]]:
-            return self._order("links", self.config, limit_s, codecs=self.options.lossy)
+            return self._order("links", self.config, limit_s, lossy=self.options.lossy)
 
         seen = self._once("links", "the links between ranks can't be measured", links)
         self.cuda, machine = seen[0]["gpu"] is not None, make_machine(seen, self.place)
@@ -308,14 +311,14 @@ def refuse_part(steps: int, period: int) -> None:
     """Refuse to time a part of a period, which has no synchronisation."""
     if steps < period:
         raise TrialFailed(
-            f"the run leaves {steps} step(s) to time, and local_sgd synchronises every {period}; give a smaller "
+            f"the run leaves {steps} step(s) to time, and ranks synchronise every {period}; give a smaller "
             "tune.warm, or a longer run"
         )
 
 
 def draws_anew(choice: Choice) -> bool:
     """Return whether the choice draws other random numbers, such as dropout's, than today's config."""
-    return "micro_batch" in choice.settings or "pipeline" in choice.callbacks
+    return "micro_batch" in choice.settings or any(kinds()[name].role == Role.SPLIT for name in choice.callbacks)
 
 
 def outcome(tried: Tried) -> str:
