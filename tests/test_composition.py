@@ -2,8 +2,10 @@
 
 import pytest
 
-from trainer.callback import Callback, Role
-from trainer.composition import arrange
+from trainer.callback import Callback, Role, Symptom
+from trainer.callbacks.ema import EMA
+from trainer.composition import arrange, in_words, kinds, remedies
+from trainer.config.compose import CONF
 from trainer.errors import ConfigError
 
 
@@ -78,3 +80,16 @@ def test_a_callback_that_defers_may_read_gradients_itself():
     arrange({"one": Defers()}, set())
     with pytest.raises(ConfigError, match=r"^one and two can't run together: one reads gradients before"):
         arrange({"one": Defers(), "two": Defers()}, set())
+
+
+def test_each_yaml_has_its_class():
+    found = kinds()
+    assert found.keys() == {path.stem for path in (CONF / "callbacks").glob("*.yaml")} and found["ema"] is EMA
+    assert all(issubclass(kind, Callback) for kind in found.values())
+
+
+def test_remedies_that_are_exact_come_first():
+    found = remedies(Symptom.NETWORK, Symptom.NODES)
+    assert [name for name, _ in found] == ["overlap", "hierarchical", "grad_compress"]
+    assert all(remedies(symptom) for symptom in Symptom)
+    assert in_words("shard", {"stage": 3}) == "'+callbacks=[shard]' callbacks.shard.stage=3"

@@ -3,8 +3,8 @@
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import IntEnum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum, IntEnum
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -47,6 +47,17 @@ class Role(IntEnum):
     OBSERVE = 13  # shows numbers, or stops the run
 
 
+class Symptom(Enum):
+    """A trouble that a monitor sees, and that a callback may help against."""
+
+    NETWORK = "ranks wait for communication"
+    NODES = "ranks of several nodes wait for communication"
+    SLOW_RANK = "ranks wait for one that computes longer"
+    KERNELS = "a GPU waits between small kernels"
+    TRAFFIC = "a link carries too many bytes"
+    MEMORY = "memory runs out"
+
+
 UNLOGGED = "on_step_end, not logged"  # a further list of `Hooks`: those that follow steps without numbers
 
 
@@ -72,6 +83,7 @@ class Callback:
     stages: int = 1  # ranks that read the same samples: a batch is split over world / stages
     provides: frozenset[str] = frozenset()  # capabilities that other callbacks refuse or need: docs/step.md has all
     family: ClassVar[tuple[str, ...]] = ()  # knobs whose values `tune` corrects the cost model for, each alone
+    remedies: ClassVar[Mapping[Symptom, Sequence[Mapping[str, Any]]]] = {}  # symptom -> knobs that help, all tried
     metric: str = ""  # a metric that validation must give, for example `val/loss`
     # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
     conflicts: Mapping[Any, str] = {}

@@ -1,8 +1,14 @@
-"""The order of a run's callbacks, and their conflicts."""
+"""The callbacks that there are, the order of a run's callbacks, and their conflicts."""
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
-from trainer.callback import Callback, Role, overrides
+from omegaconf import OmegaConf
+
+from trainer.callback import Callback, Role, Symptom, overrides
+from trainer.config.compose import CONF
+from trainer.config.targets import LIBRARIES, locate
 from trainer.errors import ConfigError
 
 DECIDES = {
@@ -59,3 +65,26 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
     if errors:
         raise ConfigError("; ".join(errors))
     return ordered
+
+
+@functools.cache
+def kinds() -> Mapping[str, type[Callback]]:
+    """Return the class of each callback that conf/ has, by name."""
+    found: dict[str, Any] = {}
+    for path in sorted((CONF / "callbacks").glob("*.yaml")):
+        node: Any = OmegaConf.load(path)
+        found[path.stem] = locate(f"callbacks.{path.stem}._target_", node[path.stem]["_target_"], LIBRARIES)
+    return found
+
+
+def remedies(*symptoms: Symptom) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the callbacks that help, with the knobs to try: exact ones first, the outermost first."""
+    found = [(name, kind, knobs) for name, kind in kinds().items() for symptom in symptoms
+             for knobs in kind.remedies.get(symptom, ())]  # fmt: skip
+    ordered = sorted(found, key=lambda each: (not each[1].exact, -each[1].role))
+    return [(name, knobs) for name, _, knobs in ordered]
+
+
+def in_words(name: str, knobs: Mapping[str, Any]) -> str:
+    """Return what adds a callback with these knobs, as arguments of the command."""
+    return " ".join([f"'+callbacks=[{name}]'", *(f"callbacks.{name}.{key}={value}" for key, value in knobs.items())])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.annotated import PositiveInt, fits
-from trainer.callback import Callback, Role, name_of
+from trainer.callback import Callback, Role, Symptom, name_of
 from trainer.checks.recipe import weight_of
 from trainer.config.batch import split_batch
 from trainer.context import Context
@@ -43,6 +43,7 @@ class AutoBatch(Callback):
     """
 
     role = Role.BATCH
+    remedies = {Symptom.MEMORY: [{}]}
     conflicts = {
         "own_order": "gradients are reduced after all passes of a step, not during the last; leave one out",
         "find_unused_parameters": "the ranks reduce all gradients after a step's passes; "

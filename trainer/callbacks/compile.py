@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from trainer.annotated import NonNegativeInt
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, Symptom
 from trainer.cost.setup import Cost
 from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError, nearest
@@ -59,6 +59,7 @@ class Compile(Callback):
     """
 
     role = Role.COMPILE
+    remedies = {Symptom.KERNELS: [{}]}
 
     def __init__(
         self,

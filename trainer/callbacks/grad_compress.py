@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.annotated import AtMost, Beta, Made, NonNegativeInt, PositiveFloat, PositiveInt
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, Symptom
 from trainer.checks.recipe import refuse_complex
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
@@ -39,6 +39,7 @@ class GradCompress(Callback):
     """
 
     role = Role.COMPRESS
+    remedies = {Symptom.NETWORK: [{}], Symptom.TRAFFIC: [{}]}
     family = ("codec", "level")
     exact = False
     communicates = True

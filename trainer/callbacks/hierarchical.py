@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from trainer.annotated import PositiveInt
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, Symptom
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.cost.setup import Cost
@@ -25,6 +25,7 @@ class Hierarchical(Callback):
     """
 
     role = Role.REDUCE
+    remedies = {Symptom.NODES: [{}]}
     communicates = True
     provides = frozenset({"hierarchical"})
 

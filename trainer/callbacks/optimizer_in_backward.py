@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, Symptom
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
 from trainer.comm.reduce import Background, Reduce, Reduced
@@ -39,6 +39,7 @@ class OptimizerInBackward(Callback):
     """
 
     role = Role.OPTIMIZER
+    remedies = {Symptom.MEMORY: [{}]}
     provides = frozenset({"defers", "own_order"})
     conflicts = {
         Role.SYNC: "no gradient is reduced between synchronisations; leave one out",

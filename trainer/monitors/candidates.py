@@ -1,9 +1,11 @@
-"""Finds out which callbacks a run would take beside its own, so that advice names no other."""
+"""Finds out which further callbacks a run would take, so that advice names no other."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from trainer.callback import Callback
 from trainer.composition import arrange
 from trainer.config.build import build
 from trainer.config.compose import CONF
@@ -12,12 +14,16 @@ from trainer.context import Context
 from trainer.errors import ConfigError
 
 
-def accepts(trainer: Context, name: str, **knobs: Any) -> bool:
-    """Return whether the run takes this callback, with its YAML's knobs but for `knobs`, beside those that it has."""
+def made(name: str, knobs: Mapping[str, Any]) -> Callback:
+    """Return this callback, with its YAML's knobs but for `knobs`."""
     node: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
+    return build(f"callbacks.{name}", node[name] | knobs, LIBRARIES)
+
+
+def accepts(trainer: Context, name: str, **knobs: Any) -> bool:
+    """Return whether the run takes this callback with these knobs, in addition to its own callbacks."""
     try:
-        candidate = build(f"callbacks.{name}", node[name] | knobs, LIBRARIES)
-        arrange({**trainer.callbacks, f"another {name}": candidate}, trainer.plan.features())
+        arrange({**trainer.callbacks, f"another {name}": made(name, knobs)}, trainer.plan.features())
     except ConfigError:
         return False
     return True

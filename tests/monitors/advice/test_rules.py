@@ -18,10 +18,10 @@ from trainer.session import build_components
 
 OPEN = Run(
     world=4, nodes=2, data_world=4, cuda=True, precision="bf16", batch=32, micro=8, accumulate=1, splits=False,
-    workers=2, prefetch=2, cores=8, fixed_interval=True, profiles=False, offloads=False,
-    skips=False, pcie_mib_s=1000.0, fits=lambda: 8, accepts=lambda name: True,
+    workers=2, prefetch=2, cores=8, fixed_interval=True, profiles=False, offloads="",
+    skips=False, pcie_mib_s=1000.0, fits=lambda: 8, accepts=lambda name, **knobs: True,
 )  # fmt: skip
-CLOSED = replace(OPEN, accepts=lambda name: False)
+CLOSED = replace(OPEN, accepts=lambda name, **knobs: False)
 STEP = {"time/step": 1.0, "time/forward": 0.2, "time/backward": 0.4}
 SHORT = {"time/step": 0.022, "time/data_max": 0.0199}  # what workers take to hand a batch over
 SLOW = {**STEP, "time/communication_min": 0.2}
@@ -70,7 +70,7 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
      "'+callbacks=[profiler]' callbacks.profiler.profile_memory=true"),
     ("pcie", {"gpu/pcie_rx_mib_s": 800}, {"gpu/pcie_rx_mib_s": 10, "gpu/pcie_tx_mib_s": 801}, OPEN,
      "'+callbacks=[grad_compress]'"),
-    ("pcie", {}, {"gpu/pcie_rx_mib_s": 801}, replace(OPEN, offloads=True),
+    ("pcie", {}, {"gpu/pcie_rx_mib_s": 801}, replace(OPEN, offloads="activation_checkpoint"),
      "callbacks.activation_checkpoint.policy=full"),
     ("pcie", {}, {"gpu/pcie_rx_mib_s": 801}, replace(OPEN, world=1), "'+callbacks=[profiler]'"),
     ("batch", {**SLOW, "perf/peak_memory_gib": 9}, {**SLOW, "perf/peak_memory_gib": 9}, replace(OPEN, fits=lambda: 40),

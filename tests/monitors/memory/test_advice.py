@@ -11,9 +11,8 @@ from trainer.monitors.memory.allocator import GIB
 from trainer.precision.rounding import round_steps
 
 USE = Use(peak=70 * GIB, weights=2 * GIB, gradients=2 * GIB, state=4 * GIB, expected=False, limit=80 * GIB)
-ALONE = Setting(1, 16, 24, "bf16", True, "AdamW", 2 * GIB, frozenset({"activation_checkpoint", "adamw"}))
-MORE = frozenset({"auto_batch", "adamw8bit", "optimizer_in_backward", "shard.1", "shard.2", "shard.3"})
-NODE = replace(ALONE, world=8, usable=ALONE.usable | MORE)
+ALONE = Setting(16, "bf16", True, "AdamW", {"'+callbacks=[one]'": 59.0 * GIB, "none": 0.0}, [], ["adamw", "adamw8bit"])
+NODE = replace(ALONE, finds=["'+callbacks=[fits]'"])
 
 
 def net() -> nn.Module:
@@ -74,38 +73,15 @@ def test_what_is_neither_weights_nor_gradients_nor_state_is_the_rest():
 
 
 def test_the_most_effective_setting_comes_first_with_its_bytes():
-    assert advise(USE, ALONE) == (
-        "'+callbacks=[activation_checkpoint]' (up to 59.42 GiB less), "  # 23 of 24 blocks
-        "micro_batch=8, with the same batch (up to 31.00 GiB less)"
+    assert advise(USE, NODE) == (
+        "'+callbacks=[one]' (up to 59.00 GiB less), micro_batch=8, with the same batch (up to 31.00 GiB less), "
+        "optimizer=adamw8bit (up to 2.98 GiB less), '+callbacks=[fits]' (finds micro_batch itself)"
     )
-    assert advise(USE, replace(ALONE, micro=3, blocks=0)) == (
-        "micro_batch=1, with the same batch (up to 41.33 GiB less)"
-    )
-    fp32 = replace(ALONE, precision="fp32", blocks=0, micro=1)
+    bare = replace(ALONE, saved={}, optimizer="SGD")
+    assert advise(USE, replace(bare, micro=3)) == "micro_batch=1, with the same batch (up to 41.33 GiB less)"
+    fp32 = replace(bare, precision="fp32", micro=1)
     assert advise(USE, fp32) == "trainer.precision=bf16 (up to 31.00 GiB less)"
     assert advise(USE, replace(fp32, cuda=False)) == "a smaller model"
-
-
-def test_splitting_over_ranks_leaves_each_its_part():
-    """Of 8 ranks each keeps an eighth: of the state (stage 1), of gradients too (2), of weights too (3)."""
-    text = advise(USE, replace(NODE, blocks=0, micro=1))
-    shards = "'+callbacks=[shard]' callbacks.shard.stage="
-    assert text == (
-        f"{shards}3 (up to 7.00 GiB less), {shards}2 (up to 5.25 GiB less), {shards}1 (up to 3.50 GiB less), "
-        "optimizer=adamw8bit (up to 2.98 GiB less), '+callbacks=[optimizer_in_backward]' (up to 2.00 GiB less), "
-        "'+callbacks=[auto_batch]' (finds micro_batch itself)"
-    )
-    assert "shard" not in advise(USE, replace(NODE, world=1))
-    assert "adamw8bit" not in advise(USE, replace(NODE, optimizer="SGD"))
-
-
-@pytest.mark.parametrize("name", ["activation_checkpoint", *sorted(MORE)])
-def test_a_callback_that_the_run_would_refuse_is_not_advised(name):
-    """The bytes of the others stay: stage 3 has those of stages 1 and 2."""
-    every, shown = advise(USE, NODE).split("), "), name.replace("shard.", "callbacks.shard.stage=")
-    left = advise(USE, replace(NODE, usable=NODE.usable - {name})).split("), ")
-    assert len(left) == len(every) - 1 and not [part for part in left if shown in part]
-    assert {part.rstrip(")") for part in left} < {part.rstrip(")") for part in every}
 
 
 def test_a_setting_that_saves_next_to_nothing_is_not_named():

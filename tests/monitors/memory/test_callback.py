@@ -24,6 +24,7 @@ from trainer.callbacks.shard import Shard
 from trainer.config.options import DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError, message
 from trainer.monitors.memory import allocator, callback
+from trainer.monitors.memory.advice import Use
 from trainer.monitors.memory.allocator import GIB
 from trainer.monitors.memory.callback import Memory
 from trainer.optim.factories import adamw
@@ -181,14 +182,19 @@ STAGES = {"shard.1", "shard.2", "shard.3"}
         ({"c": Compile(backend="eager")}, set(), {"activation_checkpoint"}),
     ],
 )
-def test_the_advice_names_nothing_that_the_run_refuses(others, features, refused, tmp_path):
+def test_the_advice_names_nothing_that_the_run_refuses(others, features, refused, tmp_path, monkeypatch):
     trainer = fake_trainer(tmp_path)
     trainer.callbacks, trainer.plan.features = others, lambda: features
-    usable = callback.setting(trainer).usable
-    assert usable >= {"adamw8bit", "lars"}
-    assert {"activation_checkpoint", "auto_batch", *STAGES} - usable == refused
+    monkeypatch.setattr(callback, "saved_bytes", lambda *_: 1.0)
+    use = Use(GIB, 0, 0, 0, False)
+    found = callback.setting(trainer, use)
+    assert {"adamw8bit", "lars"} <= set(found.optimizers)
+    named = {*found.saved, *found.finds}
+    words = {name: f"'+callbacks=[{name}]'" for name in ("activation_checkpoint", "auto_batch")}
+    words |= {name: f"'+callbacks=[shard]' callbacks.shard.stage={name[-1]}" for name in STAGES}
+    assert {name for name, text in words.items() if text not in named} == refused
     trainer.plan.order = None
-    assert "auto_batch" not in callback.setting(trainer).usable
+    assert not callback.setting(trainer, use).finds
 
 
 def test_a_callback_that_recomputes_is_not_advised(monkeypatch):
@@ -237,7 +243,7 @@ def test_the_command_ends_with_the_advice(tmp_path: Path):
     )  # fmt: skip
     assert done.code == 1
     last = done.err.rstrip().splitlines()[-1]
-    assert last.startswith("echelon: batch=12, micro_batch=12: out of memory; peak ") and "try micro_batch=" in last
+    assert last.startswith("echelon: batch=12, micro_batch=12: out of memory; peak ") and "micro_batch=" in last
     assert json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())["error"] == last
 
 
@@ -281,7 +287,7 @@ def fake_trainer(run_dir: Path) -> Any:
         gathered=[], module=module, parameters=parameters,
         optimizer=adamw(module.parameters()), strategy=SimpleNamespace(bucket_bytes=5000, owned=None), recipe=Toy(),
         plan=SimpleNamespace(micro=16, order=0, accumulate=1, features=set), precision=SimpleNamespace(name="bf16"),
-        callbacks={}, undo=ExitStack(),
+        callbacks={}, undo=ExitStack(), batch=16, ranks=SimpleNamespace(place=Place()),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from trainer.annotated import AtMost, NonNegativeFloat, PositiveInt
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, Symptom
 from trainer.callbacks.activation_checkpoint import budget as budgets
 from trainer.callbacks.activation_checkpoint.cost import cost_of
 from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
@@ -54,6 +54,7 @@ class ActivationCheckpoint(Callback):
     """
 
     role = Role.RECOMPUTE
+    remedies = {Symptom.MEMORY: [{}]}
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.annotated import Below, Beta, PositiveFloat, PositiveInt, fits
-from trainer.callback import Callback, Role, name_of
+from trainer.callback import Callback, Role, Symptom, name_of
 from trainer.callbacks.hetero_batch.clock import ComputeClock
 from trainer.callbacks.hetero_batch.shares import cut_again, cut_shares, fit, follow, keep, with_micros
 from trainer.checks.recipe import weight_of
@@ -51,6 +51,7 @@ class HeteroBatch(Callback):
     """
 
     role = Role.BATCH
+    remedies = {Symptom.SLOW_RANK: [{}]}
     communicates = True
     conflicts = {
         Role.SYNC: "each rank would step by its own gradient, which grows with its share; leave one out",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, Symptom
 from trainer.callbacks.overlap.cost import OverlapCost
 from trainer.callbacks.overlap.deferred import DeferredBucket
 from trainer.callbacks.overlap.send_order import PASSES, Record
@@ -34,6 +34,7 @@ class Overlap(Callback):
     """
 
     role = Role.OPTIMIZER
+    remedies = {Symptom.NETWORK: [{}]}
     communicates = True
     provides = frozenset({"defers", "own_order"})
     conflicts = {

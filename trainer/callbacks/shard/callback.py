@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.annotated import AtLeast
-from trainer.callback import Callback, Role
+from trainer.callback import Callback, Role, Symptom
 from trainer.callbacks.shard import stage3
 from trainer.callbacks.shard.cost import OwnersCost, RowsCost
 from trainer.callbacks.shard.fsdp import FSDP
@@ -55,6 +55,7 @@ class Shard(Callback):
     """
 
     role = Role.SHARD
+    remedies = {Symptom.MEMORY: [{"stage": 1}, {"stage": 2}, {"stage": 3}]}
     family = ("stage",)
     communicates = True
 

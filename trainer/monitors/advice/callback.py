@@ -149,7 +149,7 @@ def facts(trainer: Context) -> Run:
     """Return the settings that the rules read."""
     plan, data, saves, place = trainer.plan, trainer.plan.data, trainer.options.checkpoint, trainer.ranks.place
     cuda = trainer.device.type == "cuda"
-    offloads = any(getattr(callback, "policy", "") == "offload" for callback in trainer.callbacks.values())
+    moves = (name for name, callback in trainer.callbacks.items() if getattr(callback, "policy", "") == "offload")
     return Run(
         world=trainer.world,
         nodes=max(1, trainer.world // max(1, place.local_world)),
@@ -165,7 +165,7 @@ def facts(trainer: Context) -> Run:
         cores=cores_of(place.local_world),
         fixed_interval=saves.every is None and bool(saves.every_steps or saves.every_minutes),
         profiles="profiler" in trainer.callbacks,
-        offloads=offloads,
+        offloads=next(moves, ""),
         skips=saves.when_busy == "skip",
         pcie_mib_s=link.speed(link.PCI / pci_address(trainer.device)) if cuda else 0.0,
         fits=partial(fits, trainer),

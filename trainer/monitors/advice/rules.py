@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from trainer.callback import Symptom
+from trainer.composition import in_words, remedies
+
 # A number beyond its limit is a finding. The card has the source of each.
 UTILISATION = 0.85  # of a GPU's time
 SWING = 0.15  # between the largest and the smallest sample of utilisation
@@ -31,8 +34,8 @@ class Run:
         splits: A callback decides the micro-batches.
         fits: Returns the samples of the largest micro-batch that would fit into memory; 0: unknown.
         pcie_mib_s: MiB that the link of the GPU transmits in a second, each way; 0: unknown.
-        offloads: Activations go to the host.
-        accepts: Returns whether the run would take a callback of this name beside its own.
+        offloads: Name of the callback that moves activations to the host; empty without one.
+        accepts: Returns whether the run would take a callback of this name, with these knobs, too.
     """
 
     world: int
@@ -49,11 +52,11 @@ class Run:
     cores: int  # of the machine or its container, for each of its ranks
     fixed_interval: bool  # checkpoints come by steps or minutes, and not by auto
     profiles: bool  # has the callback profiler
-    offloads: bool
+    offloads: str
     skips: bool  # a checkpoint that is due while the one before is being written
     pcie_mib_s: float
     fits: Callable[[], int]
-    accepts: Callable[[str], bool]
+    accepts: Callable[..., bool]
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def straggler(numbers: Numbers, run: Run) -> Finding | None:
         f"rank {rank} computes longer than the fastest rank by {spread:.0%} of a step, more than {STRAGGLER:.0%}; "
         "others wait for it"
     )
-    config = added("hetero_batch") if run.accepts("hetero_batch") else trace(run, f"ranks=[{rank}]")
+    config = remedy(run, Symptom.SLOW_RANK) or trace(run, f"ranks=[{rank}]")
     return Finding("straggler", spread, STRAGGLER, text, config, subject=rank)
 
 
@@ -152,13 +155,11 @@ def pcie(numbers: Numbers, run: Run) -> Finding | None:
     most = max(numbers.get("gpu/pcie_rx_mib_s", 0.0), numbers.get("gpu/pcie_tx_mib_s", 0.0))
     if not run.pcie_mib_s or (share := most / run.pcie_mib_s) <= PCIE:
         return None
-    config = trace(run)
-    if run.offloads:
-        config = "callbacks.activation_checkpoint.policy=full"
-    elif run.world > 1 and run.accepts("grad_compress"):
-        config = added("grad_compress")
+    config = f"callbacks.{run.offloads}.policy=full" if run.offloads else ""
+    if not config and run.world > 1:
+        config = remedy(run, Symptom.TRAFFIC)
     text = f"PCIe carries {most:,.0f} MiB/s, {share:.0%} of what its link transmits, more than {PCIE:.0%}"
-    return Finding("pcie", share, PCIE, text, config)
+    return Finding("pcie", share, PCIE, text, config or trace(run))
 
 
 def batch(numbers: Numbers, run: Run) -> Finding | None:
@@ -183,8 +184,8 @@ def attention(numbers: Numbers, run: Run) -> Finding | None:
     config = trace(run, "record_shapes=true")
     if run.precision in ("fp32", "tf32"):
         config = "trainer.precision=bf16"
-    elif run.accepts("compile"):
-        config = added("compile")
+    elif compiled := remedy(run, Symptom.KERNELS):
+        config = compiled
     text = f"{calls:.0f} calls of attention a step take torch's math kernel, which keeps the whole matrix in memory"
     return Finding("attention", calls, 0, text, config)
 
@@ -275,13 +276,14 @@ def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
 
 
 # Settings, as arguments of the command.
-def added(name: str) -> str:
-    return f"'+callbacks=[{name}]'"
+def remedy(run: Run, *symptoms: Symptom) -> str:
+    """Return what adds the first callback that helps and that the run takes; empty if there is none."""
+    return next((in_words(name, knobs) for name, knobs in remedies(*symptoms) if run.accepts(name, **knobs)), "")
 
 
 def trace(run: Run, knob: str = "") -> str:
     """Return the settings that show more: a trace of some steps."""
-    words = ["" if run.profiles else added("profiler"), f"callbacks.profiler.{knob}" if knob else ""]
+    words = ["" if run.profiles else in_words("profiler", {}), f"callbacks.profiler.{knob}" if knob else ""]
     return " ".join(filter(None, words)) or "callbacks.profiler.with_stack=true"
 
 
@@ -295,8 +297,8 @@ def less_waiting(run: Run) -> str:
     """Return exact ways first. In a pipeline, ranks wait less the more micro-batches there are."""
     if run.data_world < run.world and run.micro % 2 == 0:
         return f"micro_batch={run.micro // 2} accumulate={2 * run.accumulate}"
-    names = ["overlap", *(["hierarchical"] if run.nodes > 1 and run.world > run.nodes else []), "grad_compress"]
-    return next((added(name) for name in names if run.accepts(name)), "") or trace(run)
+    symptoms = [Symptom.NETWORK, *([Symptom.NODES] if run.nodes > 1 and run.world > run.nodes else [])]
+    return remedy(run, *symptoms) or trace(run)
 
 
 def rarer_checkpoints(run: Run) -> str:
@@ -310,4 +312,4 @@ def more_work(run: Run) -> str:
     """Return what gives a GPU larger kernels without other numbers, or fewer of them."""
     if not run.splits and run.accumulate % 2 == 0 and run.fits() >= 2 * run.micro:
         return f"micro_batch={2 * run.micro} accumulate={run.accumulate // 2}"
-    return added("compile") if run.accepts("compile") else trace(run)
+    return remedy(run, Symptom.KERNELS) or trace(run)

@@ -1,6 +1,6 @@
 """Counts the bytes of a training process, and tells which settings would take how many of them away."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,14 +40,13 @@ class Use:
 class Setting:
     """The part of the run's settings that decides which advice makes sense."""
 
-    world: int
     micro: int  # samples of the largest micro-batch
-    blocks: int  # of the model, each with activations of its own; 0: unknown
     precision: str
     cuda: bool
     optimizer: str  # class name
-    freed: int  # bytes of gradients that steps inside the backward pass do not hold
-    usable: frozenset[str]  # callbacks and optimizers that this run would take; shard with its stage, as shard.1
+    saved: Mapping[str, float]  # the words that add a callback -> bytes that it saves
+    finds: Sequence[str]  # the words that add a callback which finds the micro-batch
+    optimizers: Collection[str]  # names of all optimizers
 
 
 def size(tensors: Iterable[Tensor]) -> int:
@@ -78,29 +77,19 @@ def advise(use: Use, setting: Setting) -> str:
     ways = [(saved, text) for saved, text in _ways(use, setting) if saved > LEAST * use.peak]
     ways.sort(key=lambda way: -way[0])
     named = [f"{text} (up to {saved / GIB:.2f} GiB less)" for saved, text in ways]
-    if "auto_batch" in setting.usable:
-        named.append("'+callbacks=[auto_batch]' (finds micro_batch itself)")
+    named += [f"{words} (finds micro_batch itself)" for words in setting.finds]
     return ", ".join(named) or "a smaller model"
 
 
 def _ways(use: Use, setting: Setting) -> list[tuple[float, str]]:
-    others = (setting.world - 1) / setting.world
     ways: list[tuple[float, str]] = []
     if setting.micro > 1:
         half = setting.micro // 2
         ways.append((use.rest * (1 - half / setting.micro), f"micro_batch={half}, with the same batch"))
-    if setting.blocks > 1 and "activation_checkpoint" in setting.usable:  # one block's activations are there at a time
-        ways.append((use.rest * (1 - 1 / setting.blocks), "'+callbacks=[activation_checkpoint]'"))
+    ways += [(saved, words) for words, saved in setting.saved.items()]
     if setting.cuda and setting.precision in ("fp32", "tf32"):
         ways.append((use.rest / 2, "trainer.precision=bf16"))
-    saved = 0.0
-    for stage, bytes_split in enumerate((use.state, use.gradients, use.weights), 1):
-        saved += others * bytes_split
-        if f"shard.{stage}" in setting.usable:
-            ways.append((saved, f"'+callbacks=[shard]' callbacks.shard.stage={stage}"))
-    if "optimizer_in_backward" in setting.usable:
-        ways.append((setting.freed, "'+callbacks=[optimizer_in_backward]'"))
-    if "adamw8bit" in setting.usable and setting.optimizer == "AdamW":
+    if "adamw8bit" in setting.optimizers and setting.optimizer == "AdamW":
         # A byte an element, and a float32 scale for each 256 of them, instead of 4 bytes an element.
         ways.append((use.state * (1 - (1 + 4 / 256) / 4), "optimizer=adamw8bit"))
     return ways

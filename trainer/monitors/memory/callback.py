@@ -1,8 +1,9 @@
 """Measures peak memory, limits what the process may take of a GPU, and advises when memory runs out."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,19 +12,21 @@ import torch
 from torch import nn
 
 from trainer.annotated import AtLeast, AtMost, PositiveFloat
-from trainer.callback import Callback, Role, only_logged
+from trainer.callback import Callback, Role, Symptom, only_logged
+from trainer.composition import in_words, kinds, remedies
 from trainer.config.compose import CONF
 from trainer.context import Context
+from trainer.cost.machine import Link, Machine
+from trainer.cost.memory import predict_memory
+from trainer.cost.setup import Cost, Setup
+from trainer.cost.workload import Workload
 from trainer.errors import ConfigError, is_out_of_memory
 from trainer.log import log
-from trainer.monitors.candidates import accepts
+from trainer.monitors.candidates import accepts, made
 from trainer.monitors.memory import allocator
 from trainer.monitors.memory.advice import Setting, Use, advise, count_state, size
 from trainer.parallel.blocks import find_blocks
 
-ALONE = ("activation_checkpoint", "auto_batch", "optimizer_in_backward")
-CANDIDATES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ALONE]
-CANDIDATES += [("shard", {"stage": stage}) for stage in (1, 2, 3)]
 EVENTS = 100_000  # allocations that a snapshot has; some hundred bytes of host memory each
 
 
@@ -101,7 +104,7 @@ class Memory(Callback):
         if not is_out_of_memory(error):
             return
         use = count(trainer, self.max_share)
-        ways = advise(use, setting(trainer))
+        ways = advise(use, setting(trainer, use))
         if trainer.device.type == "cuda":
             ways = "; ".join(filter(None, [self._unused(trainer, use), ways]))
         error.advice = f"{use}; try {ways}"
@@ -149,32 +152,37 @@ def count(trainer: Context, max_share: float | None) -> Use:
     return Use(peak, weights, gradients, state, expected, limit)
 
 
-def setting(trainer: Context) -> Setting:
+def setting(trainer: Context, use: Use) -> Setting:
     """Return the settings of the run that the advice depends on."""
-    try:
-        blocks = len(find_blocks(trainer.recipe, trainer.module, None, ""))
-    except ConfigError:
-        blocks = 0
-    # With accumulation, gradients are kept until the last micro-batch, and DDP's buckets alone are saved.
-    buckets = trainer.strategy.bucket_bytes
-    freed = buckets + (size(trainer.parameters) if trainer.plan.accumulate == 1 else 0)
+    found = [(name, knobs) for name, knobs in remedies(Symptom.MEMORY) if accepts(trainer, name, **knobs)]
+    finds = [in_words(*each) for each in found if kinds()[each[0]].role == Role.BATCH]
     return Setting(
-        trainer.world,
         trainer.plan.micro,
-        blocks,
         trainer.precision.name,
         trainer.device.type == "cuda",
         type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__,
-        freed,
-        frozenset(usable(trainer)),
+        {in_words(*each): saved_bytes(trainer, use, made(*each)) for each in found if in_words(*each) not in finds},
+        finds if trainer.plan.order is not None else [],  # else the data cuts the batches itself
+        [file.stem for file in (CONF / "optimizer").glob("*.yaml")],
     )
 
 
-def usable(trainer: Context) -> Iterator[str]:
-    """Yield the callbacks that the run would take beside its own, and the names of all optimizers."""
-    yield from (file.stem for file in (CONF / "optimizer").glob("*.yaml"))
-    for name, settings in CANDIDATES:
-        if name == "auto_batch" and trainer.plan.order is None:  # the data cuts the batches itself
-            continue
-        if accepts(trainer, name, **settings):
-            yield ".".join([name, *map(str, settings.values())])
+def saved_bytes(trainer: Context, use: Use, candidate: Callback) -> float:
+    """Return the bytes that the cost model predicts a further callback to save, from the bytes of this rank."""
+    sizes = tuple(max(1, size([p]) // 4) for p in trainer.parameters)  # the model counts in float32
+    state, activations = 8.0 * sum(sizes) + use.state, use.rest / trainer.plan.micro
+    work = Workload(sizes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, activations, state)
+    place, link = trainer.ranks.place, Link(0.0, 1.0, 0.0)
+    machine = Machine(trainer.world, place.local_world, 1.0, link, link, {}, None, 1.0)
+    own = {name: cost for name, callback in trainer.callbacks.items() if (cost := callback.cost())}
+    views = trainer.strategy.bucket_bytes == 0
+    settings = {"micro_batch": trainer.plan.micro, "trainer.ddp.gradient_as_bucket_view": views}
+    today, added = Setup(machine, work, trainer.batch, own, settings), candidate.cost() or Cost()
+    saved = predict_memory(today) - predict_memory(replace(today, costs={**own, "": added}))
+    if added.keeps == 1:
+        return saved
+    try:
+        blocks = len(find_blocks(trainer.recipe, trainer.module, None, ""))
+    except ConfigError:
+        blocks = 1
+    return min(saved, use.rest * (1 - 1 / blocks))  # one block's activations are there at a time

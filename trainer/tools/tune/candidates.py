@@ -9,12 +9,12 @@ from typing import Any
 from trainer.callback import Role
 from trainer.checkpoint.manifest import verify
 from trainer.comm.nccl import VARIABLES
+from trainer.composition import kinds
 from trainer.cost.variant import Situation
 from trainer.cost.workload import Choice
 from trainer.process import cgroup
 from trainer.process.environment import Place
 from trainer.tools.cost_model.read import costs_of
-from trainer.tools.kinds import kinds
 from trainer.tools.tune.configs import is_exact, merge, ranks_with_data, refusal
 
 Callbacks = dict[str, dict[str, Any]]  # name -> knobs

@@ -12,11 +12,11 @@ import torch
 
 from trainer.comm.codecs.base import Codec
 from trainer.comm.ranks import Ranks
+from trainer.composition import kinds
 from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.cost.variant import Situation
 from trainer.process.environment import Place, cores
 from trainer.tools.cost_model.read import costs_of
-from trainer.tools.kinds import kinds
 from trainer.tools.measure import codecs as codec_costs
 from trainer.tools.measure import collectives
 from trainer.tools.measure.collectives import with_shares

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.callback import Role
+from trainer.composition import kinds
 from trainer.cost.workload import Choice
-from trainer.tools.kinds import kinds
 from trainer.tools.tune.candidates import unseen
 from trainer.tools.tune.correction import Model
 from trainer.tools.tune.team import OUT_OF_MEMORY, TrialFailed

@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from trainer.callback import Role
+from trainer.composition import kinds
 from trainer.config.tuned import Tuned, cpu_name
 from trainer.cost.machine import Machine
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError, printable
 from trainer.timeouts import TRIAL_LEAST_S
 from trainer.tools.cost_model.read import costs_of, read
-from trainer.tools.kinds import kinds
 from trainer.tools.tune.canary import Judge, Verdict, too_full
 from trainer.tools.tune.candidates import NOTHING, candidates, changes_micro_batch, describe, family
 from trainer.tools.tune.configs import alone, is_exact, merge, of_trial, whole
