@@ -5,8 +5,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.sharded import local
 from trainer.parallel.absent import Absent
-from trainer.parallel.rows import local
 from trainer.parallel.strategy import Strategy
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.sharded import local, own_span
 from trainer.errors import ConfigError
-from trainer.parallel.rows import local, own_span
 
 
 def on_meta(model: nn.Module) -> list[str]:

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state
+from trainer.checkpoint.sharded import local
 from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import refuse_meta
-from trainer.parallel.rows import local
 from trainer.parallel.sparse import gradients, sparse_weights
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
+from trainer.checkpoint.sharded import is_sharded, local, own_span, parts_of, rows_like, span
 from trainer.comm.bucket import Bucket, Piece
 from trainer.comm.phases import Phase, during
 from trainer.comm.ranks import share, share_buffers
@@ -26,7 +27,6 @@ from trainer.comm.reduce import AllReduce
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import initialise, on_meta, refuse_without_reset
-from trainer.parallel.rows import is_sharded, local, own_span, parts_of, rows_like, span
 from trainer.parallel.strategy import trained
 from trainer.parallel.warmup import constants, integer_buffers
 

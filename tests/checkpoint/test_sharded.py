@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.parallel.rows import is_sharded, local, parts_of, rows_like, span
+from trainer.checkpoint.sharded import is_sharded, local, parts_of, rows_like, span
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
