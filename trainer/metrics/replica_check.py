@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint.sharded import local
+from trainer.comm.slices import local
 from trainer.context import Context
 from trainer.errors import NumericsError
 

@@ -3,13 +3,14 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer.annotated import Below, Beta, NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
+from trainer.comm.slices import is_sharded, local, own_part
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
-from trainer.optim.groups import Groups, is_in_rows
+from trainer.optim.groups import Groups
 
 OTHERS = {True: ("betas",), False: ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}  # by hidden: the other part's
 
@@ -89,17 +90,17 @@ class Muon(Optimizer):
         """
         groups, part.param_groups = part.param_groups, []
         for group in groups:
-            part.param_groups.append({**group, "params": [p for p in group["params"] if not is_in_rows(p)]})
-            for p in (p for p in group["params"] if is_in_rows(p) and p.grad is not None):
+            part.param_groups.append({**group, "params": [p for p in group["params"] if not is_sharded(p)]})
+            for p in (p for p in group["params"] if is_sharded(p) and p.grad is not None):
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 whole = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device))
-                own_rows(whole, p).copy_(p.to_local())  # the weights count one by one, so the others may be zeros
+                own_part(whole, p).copy_(local(p))  # the weights count one by one, so the others may be zeros
                 whole.grad = p.grad.full_tensor()
                 alone = torch.optim.Muon([{**group, "params": [whole]}])
                 alone.state[whole] = {"momentum_buffer": momentum.full_tensor()}
                 alone.step()
-                p.to_local().copy_(own_rows(whole, p))
-                momentum.to_local().copy_(own_rows(alone.state[whole]["momentum_buffer"], p))
+                local(p).copy_(own_part(whole, p))
+                local(momentum).copy_(own_part(alone.state[whole]["momentum_buffer"], p))
 
     def _refuse_other_state(self) -> None:
         """Refuse the state of a checkpoint in which other matrices were hidden."""
@@ -112,16 +113,10 @@ class Muon(Optimizer):
                 )
 
 
-def own_rows(whole: Tensor, p: Any) -> Tensor:
-    """Return the rows of `whole`, in the same memory, that this rank has of the sharded parameter `p`."""
-    chunks, rank = whole.chunk(p.device_mesh.size()), p.device_mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else whole[:0]
-
-
 def refuse_others(hidden: list[dict[str, Any]]) -> None:
     """Refuse parameters that are no matrices, and rows that can't be gathered."""
     for group in hidden:
-        if any(is_in_rows(p) and p.device.type != p.device_mesh.device_type for p in group["params"]):
+        if any(is_sharded(p) and p.device.type != p.device_mesh.device_type for p in group["params"]):
             raise ConfigError(
                 "optimizer=muon: gathers whole matrices on the device, and the rows are on the host; set "
                 "callbacks.shard.offload=false, or use optimizer=adamw"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint.sharded import local
 from trainer.comm.ranks import Ranks
+from trainer.comm.slices import local
 from trainer.errors import ConfigError
 from trainer.parallel.memory_search import state_share
 from trainer.parallel.sparse import sparse_weights

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.callback import Role
-from trainer.checkpoint.sharded import local
+from trainer.comm.slices import local
 from trainer.context import Context
 
 
