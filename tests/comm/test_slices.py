@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from trainer.comm.mesh import forget_groups
-from trainer.comm.slices import is_sharded, local, own_part, own_slice, span
+from trainer.comm.slices import cut_like, is_sharded, local, own_slice, span
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
@@ -27,7 +27,7 @@ def test_slices_are_torchs_chunks(rows, ranks):
 
 def test_a_tensor_that_is_not_sharded_is_whole():
     tensor = torch.ones(3)
-    assert local(tensor) is tensor and own_part(tensor, tensor) is tensor
+    assert local(tensor) is tensor and cut_like(tensor, tensor) is tensor
     assert not is_sharded({"a": {"step": tensor, "n": 1}, "b": [1]})
 
 
@@ -52,7 +52,7 @@ def slices(place: Place) -> tuple[list[bool], list[str]]:
     for shape, placements in LAYOUTS:
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         tensor = distribute_tensor(whole, mesh, placements)
-        same.append(torch.equal(own_part(whole, tensor), local(tensor)))
+        same.append(torch.equal(cut_like(whole, tensor), local(tensor)))
     whole = torch.ones(4, 6)
     several = distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
     twice = distribute_tensor(whole, mesh, [Shard(0), Shard(0)])

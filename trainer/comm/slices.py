@@ -61,6 +61,6 @@ def own_slice(tensor: Any, name: str = "") -> Slice:
     return own
 
 
-def own_part(whole: Tensor, like: Any, name: str = "") -> Tensor:
+def cut_like(whole: Tensor, like: Any, name: str = "") -> Tensor:
     """Return the part of `whole`, in the same memory, that this rank has of `like`, a sharded tensor or another."""
     return own_slice(like, name).of(whole) if is_sharded(like) else whole

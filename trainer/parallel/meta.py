@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.comm.slices import local, own_part
+from trainer.comm.slices import cut_like, local
 from trainer.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ def initialise(model: nn.Module, source: nn.Module, device: torch.device) -> Non
             target = getattr(model.get_submodule(name), key)
             if id(target) not in done:
                 done.add(id(target))
-                local(target.detach()).copy_(own_part(value.detach(), target, f"{name}.{key}".strip(".")))
+                local(target.detach()).copy_(cut_like(value.detach(), target, f"{name}.{key}".strip(".")))
         if filled:
             module.to_empty(device="meta", recurse=False)
 

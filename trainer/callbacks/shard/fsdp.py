@@ -25,7 +25,7 @@ from trainer.comm.mesh import forget_groups
 from trainer.comm.phases import Phase, during
 from trainer.comm.ranks import share, share_buffers
 from trainer.comm.reduce import AllReduce
-from trainer.comm.slices import is_sharded, local, own_part, span
+from trainer.comm.slices import cut_like, is_sharded, local, span
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import initialise, on_meta, refuse_without_reset
@@ -347,7 +347,7 @@ def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
     for name, p in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if isinstance(p, DTensor) and type(value) is Tensor and value.shape == p.shape:
-            local(p.detach()).copy_(own_part(value, p))
+            local(p.detach()).copy_(cut_like(value, p))
             state[prefix + name] = p.detach()
 
 
