@@ -1,4 +1,4 @@
-"""Strategies whose ranks have rows: what one saves, any other resumes, and no rank writes another's state."""
+"""Strategies whose ranks have slices: what one saves, any other resumes, and no rank writes another's state."""
 
 import json
 import os
@@ -29,14 +29,20 @@ from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 
-def rows(tensor: Any, rank: int, world: int) -> Part:
-    size = -(-len(tensor) // world)
-    start = min(rank * size, len(tensor))
-    return Part(tensor[start : start + size], tuple(tensor.shape), start)
+def slice_of(tensor: Any, dimension: int, rank: int, world: int) -> Part:
+    length = tensor.shape[dimension]
+    size = -(-length // world)
+    start, stop = (min(i * size, length) for i in (rank, rank + 1))
+    return Part(tensor.narrow(dimension, start, stop - start), tuple(tensor.shape), start, dimension)
 
 
-class Rows(DDP):
-    """Copies of the model, of which each rank saves and reads its rows, as FSDP2 would: uneven, or none."""
+class Slices(DDP):
+    """Copies of the model, of which each rank saves and reads its slices, as DTensor would: uneven, or none."""
+
+    last = False  # along the last dimension, as some layers of tensor parallelism are cut; else rows
+
+    def own(self, tensor: Tensor) -> Part:
+        return slice_of(tensor, (tensor.dim() - 1) * self.last, self.data_rank, self.data_world)
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         return {
@@ -45,17 +51,17 @@ class Rows(DDP):
         }
 
     def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Rank 0 gives what has no rows."""
+        """Rank 0 gives what has no dimension."""
         found: dict[str, Any] = {}
         for name, value in state.items():
             if isinstance(value, Tensor) and value.dim():
-                found[name] = rows(value.detach(), self.data_rank, self.data_world)
+                found[name] = self.own(value.detach())
             elif self.data_rank == 0:
                 found[name] = value
         return found
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        """Read this rank's rows alone; zeros in the place of the others'. Then sum, as no rank has read all."""
+        """Read this rank's slices alone; zeros in the place of the others'. Then sum, as no rank has read all."""
         self.module.load_state_dict({name: self.gathered(value) for name, value in sections["model"].items()})
         states = {
             name: {key: self.gathered(value) for key, value in state.items()}
@@ -67,20 +73,27 @@ class Rows(DDP):
         if not isinstance(value, Stored) or not value.shape:
             return value.read() if isinstance(value, Stored) else value
         whole = torch.zeros(value.shape, dtype=value.dtype)
-        part = rows(whole, self.data_rank, self.data_world)
-        part.tensor.copy_(value.read(part.start, part.start + len(part.tensor)))
+        part = self.own(whole)
+        part.tensor.copy_(value.read(part.dimension, part.start, part.stop))
         torch.distributed.all_reduce(whole)
         return whole
 
 
-class ByRows(Callback):
+class BySlices(Callback):
     role, communicates = Role.SHARD, True
 
+    def __init__(self, last: bool = False) -> None:
+        self.last = last
+
     def distribute(self, trainer, model: nn.Module) -> Strategy:
-        return Rows(model, trainer.rank, trainer.world, trainer.device, trainer.ddp, None, lambda: trainer.step)
+        made = Slices(model, trainer.rank, trainer.world, trainer.device, trainer.ddp, None, lambda: trainer.step)
+        made.last = self.last
+        return made
 
 
-KINDS: dict[str, Any] = {"plain": dict, "rows": lambda: {"shard": ByRows()}}
+KINDS: dict[str, Any] = {
+    "plain": dict, "rows": lambda: {"shard": BySlices()}, "columns": lambda: {"shard": BySlices(last=True)}
+}  # fmt: skip
 
 
 def train(place: Place, kind: str, run: str, steps: int, resume: str | None) -> dict[str, bytes]:
@@ -106,7 +119,19 @@ def _folder(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     ("wrote", "ranks", "reads", "then"),
-    quick([("rows", 3, "rows", 3), ("rows", 3, "plain", 2), ("plain", 2, "rows", 3), ("rows", 4, "plain", 1)], 2),
+    quick(
+        [
+            ("columns", 3, "columns", 2),
+            ("rows", 3, "plain", 2),
+            ("columns", 3, "plain", 1),
+            ("columns", 3, "rows", 2),
+            ("rows", 3, "rows", 3),
+            ("plain", 2, "rows", 3),
+            ("plain", 2, "columns", 3),
+            ("rows", 4, "plain", 1),
+        ],
+        2,
+    ),
 )
 def test_what_any_layout_wrote_any_other_resumes(_folder, wrote, ranks, reads, then):
     """To the bits of a plain run that goes on in the same way."""
@@ -114,7 +139,7 @@ def test_what_any_layout_wrote_any_other_resumes(_folder, wrote, ranks, reads, t
     run_ranks(ranks, train, "plain", "p", 2, None)
     found = run_ranks(then, train, reads, "r", 4, "ckpt/r")
     expected = run_ranks(then, train, "plain", "p", 4, "ckpt/p")
-    assert found == expected and len(found[0]) == 4 * len(KINDS) * 4
+    assert found == expected and len(found[0]) == 8 * (1 + 3)  # parameters, each with AdamW's state
 
 
 def test_each_rank_writes_its_rows_once(_folder):
@@ -152,7 +177,7 @@ class Silent(Callback):
 
 def reserve(place: Place) -> bool:
     silent = Silent()
-    trainer = make(callbacks={"shard": ByRows(), "silent": silent}, optimizer=adamw, place=place, max_steps=3)
+    trainer = make(callbacks={"shard": BySlices(), "silent": silent}, optimizer=adamw, place=place, max_steps=3)
     silent.checkpointer = trainer.loop.checkpointer
     trainer.fit()
     return place.rank > 0 or trainer.saver.parts.buffers["part-00000"].bytes.data_ptr() == silent.reserved

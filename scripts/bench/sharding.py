@@ -29,11 +29,11 @@ from trainer.callback import Callback
 from trainer.callbacks.auto_batch import AutoBatch
 from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.shard.callback import Shard
+from trainer.comm.slices import local
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import Step
 from trainer.optim.factories import adamw
 from trainer.parallel.forward_backward import ForwardBackward
-from trainer.parallel.rows import local
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""Parts: rows that ranks wrote come back as any other rank asks for them, and what no run writes is refused."""
+"""Parts: slices that ranks wrote come back as any other rank asks for them, and what no run writes is refused."""
 
 import json
 import os
@@ -28,11 +28,12 @@ WHOLE = {
 }
 
 
-def rows_of(tensor: Tensor, rank: int, world: int) -> Part:
-    """As FSDP2 cuts: even chunks of dim 0, the last ones smaller or empty."""
-    size = -(-len(tensor) // world)
-    start = min(rank * size, len(tensor))
-    return Part(tensor[start : start + size], tuple(tensor.shape), start)
+def slice_of(tensor: Tensor, rank: int, world: int, dimension: int = 0) -> Part:
+    """As FSDP2 cuts: even chunks, the last ones smaller or empty."""
+    length = tensor.shape[dimension]
+    size = -(-length // world)
+    start, stop = (min(i * size, length) for i in (rank, rank + 1))
+    return Part(tensor.narrow(dimension, start, stop - start), tuple(tensor.shape), start, dimension)
 
 
 def write(folder: Path, ranks: list[dict[str, Any]], state: dict[str, Any] | None = None) -> None:
@@ -46,12 +47,15 @@ def write(folder: Path, ranks: list[dict[str, Any]], state: dict[str, Any] | Non
         (folder / name).write_bytes(content)
 
 
-def sharded(world: int) -> list[dict[str, Any]]:
-    """`scalar` and what is no tensor are rank 0's."""
+def sharded(world: int, last: bool = False) -> list[dict[str, Any]]:
+    """`scalar` and what is no tensor are rank 0's. The rest is cut along the first or the last dimension."""
     common = {"scalar": WHOLE["scalar"], "note": [1, {"2": None}]}
     cut = [name for name in WHOLE if name != "scalar"]
     return [
-        {"model": {name: rows_of(WHOLE[name], rank, world) for name in cut} | ({} if rank else common)}
+        {
+            "model": {name: slice_of(WHOLE[name], rank, world, (WHOLE[name].dim() - 1) * last) for name in cut}
+            | ({} if rank else common)
+        }
         for rank in range(world)
     ]
 
@@ -60,24 +64,25 @@ def opened(folder: Path, world: int) -> dict[str, Any]:
     return open_parts(folder, os.listdir(folder), world)
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_rows_of_any_number_of_ranks_are_the_whole(tmp_path, world):
-    write(tmp_path, sharded(world))
+def test_slices_of_any_number_of_ranks_are_the_whole(tmp_path, world, last):
+    write(tmp_path, sharded(world, last))
     found = opened(tmp_path, world)
     assert found["optimizer"] == {} and found["model"].pop("note") == [1, {"2": None}]
     whole = read_all(found["model"])
     assert whole.keys() == WHOLE.keys() and all(same(whole[name], WHOLE[name]) for name in WHOLE)
 
 
-@given(st.integers(1, 5), st.integers(1, 9))
-def test_any_other_number_of_ranks_reads_its_rows(tmp_path_factory, wrote, reads):
-    folder = tmp_path_factory.getbasetemp() / f"parts-{wrote}"
-    write(folder, sharded(wrote))
+@given(st.integers(1, 5), st.booleans(), st.integers(1, 9), st.integers(0, 2))
+def test_any_other_number_of_ranks_reads_its_slices_along_any_dimension(tmp_path_factory, wrote, last, reads, other):
+    folder = tmp_path_factory.getbasetemp() / f"parts-{wrote}-{last}"
+    write(folder, sharded(wrote, last))
     found = opened(folder, wrote)["model"]
-    for name in ("w", "half", "few"):
+    for name in ("w", "half", "few", "none"):
         for rank in range(reads):
-            wanted = rows_of(WHOLE[name], rank, reads)
-            read = found[name].read(wanted.start, wanted.start + len(wanted.tensor))
+            wanted = slice_of(WHOLE[name], rank, reads, other % WHOLE[name].dim())
+            read = found[name].read(wanted.dimension, wanted.start, wanted.stop)
             assert read.shape == wanted.tensor.shape and bits(read) == bits(wanted.tensor)
 
 
@@ -98,27 +103,30 @@ def test_a_checkpoint_without_parts(tmp_path):
     found = opened(tmp_path, 4)
     assert found.keys() == {"model", "optimizer"}
     assert same(read_all(found["optimizer"]), {"a": {"m": (WHOLE["w"], 1)}})
-    assert same(found["model"]["b"].read(1, 2), torch.ones(1, 2))
+    assert same(found["model"]["b"].read(0, 1, 2), torch.ones(1, 2))
 
 
-def test_only_the_files_with_these_rows_are_read(tmp_path, monkeypatch):
-    write(tmp_path, sharded(4))
-    read: list[tuple[int, int]] = []
+@pytest.mark.parametrize(("last", "shapes"), [(False, [(1, 3), (1, 3)]), (True, [(2, 1)] * 3)])
+def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch, last, shapes):
+    write(tmp_path, sharded(4, last))
+    read: list[tuple[int, ...]] = []
     real = module.Piece.read
 
-    def noted(piece: module.Piece, start: int, stop: int) -> Tensor:
-        read.append((start, stop))
-        return real(piece, start, stop)
+    def noted(piece: module.Piece, *slices: module.Slice) -> Tensor:
+        found = real(piece, *slices)
+        read.append(tuple(found.shape))
+        return found
 
     monkeypatch.setattr(module.Piece, "read", noted)
-    rows = opened(tmp_path, 4)["model"]["w"].read(3, 5)  # ranks have rows 0-1, 2-3, 4-5, 6
-    assert bits(rows) == bits(WHOLE["w"][3:5])
-    assert read == [(1, 2), (0, 1)]
+    # 4 ranks have rows 0-1, 2-3, 4-5, 6 of 7, or one column of 3, or none.
+    found = opened(tmp_path, 4)["model"]["w"].read(0, 3, 5)
+    assert bits(found) == bits(WHOLE["w"][3:5])
+    assert read == shapes
 
 
 def test_what_is_read_stays_when_the_file_is_cut(tmp_path):
     write(tmp_path, sharded(1))
-    rows = opened(tmp_path, 1)["model"]["w"].read(0, 7)
+    rows = opened(tmp_path, 1)["model"]["w"].read()
     (tmp_path / "part-00000.safetensors").write_bytes(b"")
     assert bits(rows) == bits(WHOLE["w"])
 
@@ -127,7 +135,7 @@ def missing_rank(ranks: list[dict[str, Any]]) -> None:
     del ranks[2]
 
 
-def missing_rows(ranks: list[dict[str, Any]]) -> None:
+def missing_slice(ranks: list[dict[str, Any]]) -> None:
     del ranks[1]["model"]["w"]
 
 
@@ -135,11 +143,11 @@ def missing_end(ranks: list[dict[str, Any]]) -> None:
     del ranks[2]["model"]["w"]
 
 
-def rows_twice(ranks: list[dict[str, Any]]) -> None:
+def slice_twice(ranks: list[dict[str, Any]]) -> None:
     ranks[1]["model"]["w"] = Part(WHOLE["w"][2:6], (7, 3), 2)
 
 
-def rows_moved(ranks: list[dict[str, Any]]) -> None:
+def slice_moved(ranks: list[dict[str, Any]]) -> None:
     """One row is there twice, and another is missing."""
     ranks[1]["model"]["w"] = Part(WHOLE["w"][2:5], (7, 3), 2)
 
@@ -176,6 +184,10 @@ def before_the_start(ranks: list[dict[str, Any]]) -> None:
     ranks[0]["model"]["w"] = Part(WHOLE["w"][:3], (7, 3), -1)
 
 
+def other_dimension(ranks: list[dict[str, Any]]) -> None:
+    ranks[1]["model"]["w"] = slice_of(WHOLE["w"], 1, 3, 1)
+
+
 def a_section_that_is_never_in_parts(ranks: list[dict[str, Any]]) -> None:
     ranks[1]["scaler"] = {"scale": 1.0}
 
@@ -184,18 +196,19 @@ def a_section_that_is_never_in_parts(ranks: list[dict[str, Any]]) -> None:
     ("damage", "why"),
     [
         (missing_rank, r"parts of 3 rank\(s\) are expected; it has part-00000.json, part-00001.json"),
-        (missing_rows, "rows of model/w are missing or in two files"),
-        (missing_end, "rows of model/w are missing or in two files"),
-        (rows_moved, "rows of model/w are missing or in two files"),
-        (rows_twice, "rows of model/w are missing or in two files"),
-        (a_whole_one_beside, "rows of model/w are missing or in two files"),
-        (scalar_twice, "rows of model/scalar are missing or in two files"),
+        (missing_slice, "slices of model/w are missing or in two files"),
+        (missing_end, "slices of model/w are missing or in two files"),
+        (slice_moved, "slices of model/w are missing or in two files"),
+        (slice_twice, "slices of model/w are missing or in two files"),
+        (a_whole_one_beside, "slices of model/w are missing or in two files"),
+        (scalar_twice, "slices of model/scalar are missing or in two files"),
         (value_twice, "model/note is in two files"),
         (other_shape, r"model/w is torch.float32 \(7, 3\) in one file, and torch.float32 \(8, 3\) in another"),
         (other_dtype, r"model/w is torch.float32 \(7, 3\) in one file, and torch.float64"),
-        (wider, r"model/w of \(3, 4\) from row 3 on is no part of \(7, 3\)"),
-        (past_the_end, r"from row 6 on is no part of \(7, 3\)"),
-        (before_the_start, r"from row -1 on is no part of \(7, 3\)"),
+        (other_dimension, "model/w is cut along dimension 0 in one file, and 1 in another"),
+        (wider, r"model/w of \(3, 4\) from 3 on along dimension 0 is no part of \(7, 3\)"),
+        (past_the_end, r"from 6 on along dimension 0 is no part of \(7, 3\)"),
+        (before_the_start, r"from -1 on along dimension 0 is no part of \(7, 3\)"),
         (a_section_that_is_never_in_parts, r"\['scaler'\] can't be in parts"),
     ],
 )
@@ -230,6 +243,18 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path, left_out):
         {"$part": ["model/w", [7.0, 3], 0]},
         {"$part": ["model/w", [7, 3], False]},
         {"$part": [["model/w"], [7, 3], 0]},
+        {"$part": ["model/scalar", [], 0]},
+        {"$part": ["model/w", [7, 3], 0, 0]},
+        {"$part": ["model/w", [7, 3], 0, 0, 6]},
+        {"$part": ["model/w", [7, 3], 0, 0, None]},
+        {"$part": ["model/w", [7, 3], 0, "0", 7]},
+        {"$part": ["model/w", [7, 3], 0, 0, 7.0]},
+        {"$part": ["model/w", [7, 3], 0.0, 0, 7]},
+        {"$part": ["model/w", [7, 3], True, 0, 3]},
+        {"$part": ["model/w", [7, 3], 1, 1, 4]},
+        {"$part": ["model/w", [7, 3], 2, 0, 7]},
+        {"$part": ["model/w", [7, 3], -2, 0, 7]},
+        {"$part": ["model/w", [7, 3, 1], 0, 0, 7]},
         {"$tensor": {}},
         {"$tensor": "other"},
     ],
@@ -255,13 +280,24 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path):
         opened(tmp_path, 1)
 
 
-def test_rows_that_are_none_of_a_tensor_are_a_mistake_of_ours(tmp_path):
+@pytest.mark.parametrize("value", [["model/w", [7, 3], 0], ["model/w", [7, 3], 0, 0, 7], ["model/w", [7, 3], 1, 0, 3]])
+def test_the_json_of_a_part_before_and_since_format_4(tmp_path, value):
+    write(tmp_path, sharded(1))
+    path = tmp_path / "part-00000.json"
+    content = json.loads(path.read_text())
+    assert content["part-00000"]["model"]["w"] == {"$part": ["model/w", [7, 3], 0, 0, 7]}
+    content["part-00000"]["model"]["w"] = {"$part": value}
+    path.write_text(json.dumps(content))
+    assert bits(opened(tmp_path, 1)["model"]["w"].read()) == bits(WHOLE["w"])
+
+
+def test_slices_that_are_none_of_a_tensor_are_a_mistake_of_ours(tmp_path):
     write(tmp_path, sharded(1))
     stored = opened(tmp_path, 1)["model"]["w"]
     assert isinstance(stored, Stored)
     for start, stop in ((0, 8), (-1, 2), (3, 2)):
         with pytest.raises(AssertionError):
-            stored.read(start, stop)
+            stored.read(0, start, stop)
 
 
 class Seen:
@@ -276,7 +312,7 @@ class Seen:
         return (1, 3)
 
 
-def test_rows_of_many_ranks_are_put_in_order_without_a_sort_for_each():
+def test_slices_of_many_ranks_are_put_in_order_without_a_sort_for_each():
     """4,096 ranks, in an order that a sort does not know: a few comparisons for each row, and not thousands."""
     world, Seen.looks = 4096, 0
     stored = Stored((world, 3), torch.float32)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from support.ranks import run_ranks
 from support.sharded import Case, fit
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard as Rows
+from torch.distributed.tensor import Shard as Sliced
 from torch.distributed.tensor import distribute_tensor
 from toy_recipe import Toy
 
 from trainer.callbacks.shard.callback import Shard
+from trainer.comm.mesh import forget_groups
 from trainer.optim.factories import adafactor, adamw8bit, lamb, lars
 from trainer.optim.muon import Muon
 from trainer.process.environment import Place
@@ -42,32 +44,34 @@ def groups(name: str, params: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": params[:-1], **kinds[0]}, {"params": params[-1:], **kinds[1]}]
 
 
-def distances(place: Place) -> dict[str, float]:
-    """Between whole parameters and rows of them, which get the same gradients."""
+def distances(place: Place) -> dict[tuple[str, bool], float]:
+    """Between whole parameters and rows or columns of them, which get the same gradients."""
     dist.init_process_group("gloo", store=dist.FileStore(place.store, WORLD), rank=place.rank, world_size=WORLD)
     mesh, found = DeviceMesh("cpu", list(range(WORLD))), {}
-    for name, make in OPTIMIZERS.items():
+    for (name, make), last in product(OPTIMIZERS.items(), (False, True)):
         torch.manual_seed(0)
         start = [torch.randn(shape) for shape in SHAPES]
         whole = [nn.Parameter(tensor.clone()) for tensor in start]
-        rows = [nn.Parameter(distribute_tensor(tensor, mesh, [Rows(0)])) for tensor in start]
-        optimizers = [make(groups(name, params)) for params in (whole, rows)]
+        cuts = [[Sliced((tensor.dim() - 1) * last)] for tensor in start]
+        slices = [nn.Parameter(distribute_tensor(t, mesh, cut)) for t, cut in zip(start, cuts, strict=True)]
+        optimizers = [make(groups(name, params)) for params in (whole, slices)]
         for _ in range(4):
-            for one, other in zip(whole, rows, strict=True):
+            for one, other, cut in zip(whole, slices, cuts, strict=True):
                 one.grad = torch.randn(one.shape)
-                other.grad = distribute_tensor(one.grad, mesh, [Rows(0)])  # pyright: ignore[reportAttributeAccessIssue]
+                other.grad = distribute_tensor(one.grad, mesh, cut)  # pyright: ignore[reportAttributeAccessIssue]
             for optimizer in optimizers:
                 optimizer.step()
-        gathered = [p.full_tensor() for p in rows]  # pyright: ignore[reportAttributeAccessIssue]
-        found[name] = max((one - other).abs().max().item() for one, other in zip(whole, gathered, strict=True))
+        gathered = [p.full_tensor() for p in slices]  # pyright: ignore[reportAttributeAccessIssue]
+        found[name, last] = max((one - other).abs().max().item() for one, other in zip(whole, gathered, strict=True))
         assert min((one - first).abs().max() for one, first in zip(whole, start, strict=True)) > 1e-3  # all have moved
+    forget_groups(mesh)
     dist.destroy_process_group()
     return found
 
 
-def test_rows_are_stepped_as_whole_parameters():
+def test_rows_and_columns_are_stepped_as_whole_parameters():
     for found in run_ranks(WORLD, distances):
-        assert all(found[name] <= bound for name, bound in BOUNDS.items()), found
+        assert len(found) == 6 and all(found[name, last] <= BOUNDS[name] for name, last in found), found
 
 
 def case(name: str, run: str, resume: str | None = None) -> Case:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable
 
-import torch
-
 from trainer.annotated import PositiveInt
 from trainer.callback import Callback, Role, Symptom
+from trainer.comm.mesh import Mesh
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.cost.setup import Cost
@@ -48,5 +47,5 @@ class Hierarchical(Callback):
             )
         if per_node in (1, world):
             log.info("hierarchical: %d ranks on %d node(s) make one level only", world, world // per_node)
-        nodes = torch.arange(world).view(-1, per_node)
-        return TwoLevel(trainer.ranks.new_groups(nodes.tolist()), AllReduce(trainer.ranks.new_groups(nodes.T.tolist())))
+        mesh = Mesh(trainer.ranks, node=world // per_node, local=per_node)
+        return TwoLevel(mesh.groups["local"], AllReduce(mesh.groups["node"]))

@@ -17,8 +17,8 @@ from trainer.errors import ConfigError
 from trainer.files import sha256_of, sync
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 3  # since 3 each rank has a JSON file of its own, which a reader of 2 would not look for
-READABLE = (2, FORMAT)
+FORMAT = 4  # since 3 each rank has a JSON file of its own; since 4 a part of a tensor names its dimension
+READABLE = (2, 3, FORMAT)
 MANIFEST_BYTES = 64 << 20  # a larger manifest is refused
 CHUNK = 4 << 20  # bytes that are hashed, then written
 SYNCED = 64 << 20  # bytes between two syncs, so that a heartbeat tells a slow disk from one that hangs

@@ -1,7 +1,7 @@
-"""Reads tensors of a checkpoint by rows, from whatever files of whatever ranks have them.
+"""Reads slices of a checkpoint's tensors, from whatever files of whatever ranks have them.
 
     state.json, optimizer.safetensors           tensors that one rank had whole
-    part-00003.json, part-00003.safetensors     those that rank 3 had: whole tensors, or rows of them
+    part-00003.json, part-00003.safetensors     those that rank 3 had: whole tensors, or slices along one dimension
 
 A checkpoint of any number of ranks, and of any layout over them, so loads into any other.
 """
@@ -19,6 +19,7 @@ from torch import Tensor
 from trainer.checkpoint.manifest import Damaged, opened
 from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.checkpoint.serialize import SECTION, STATE, Part, decode, read_json
+from trainer.comm.slices import Slice
 
 SECTIONS = ("model", "optimizer")  # may be in parts
 PART_SECTIONS = (*SECTIONS, "callbacks")
@@ -42,57 +43,72 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return a copy of rows of the tensor; all of it, if it has no dimensions."""
-        found = self.handle.get_slice(self.name)[start:stop] if self.shape else self.handle.get_tensor(self.name)
-        return found.clone()  # because safetensors maps the file, which may be cut
+    def read(self, *slices: Slice) -> Tensor:
+        """Return a copy of what is in all slices; of several along one dimension, the last counts."""
+        if not self.shape:
+            return self.handle.get_tensor(self.name).clone()
+        index = [slice(None)] * len(self.shape)
+        for dimension, start, stop in slices:
+            index[dimension] = slice(start, stop)
+        return self.handle.get_slice(self.name)[tuple(index)].clone()  # safetensors maps the file, which may be cut
 
 
 class Stored:
-    """A tensor of a checkpoint, whose rows may lie in several files. Only the rows that are asked for are read.
+    """A tensor of a checkpoint, whose slices may lie in several files. Only what is asked for is read.
 
     Args:
-        shape: Of the whole tensor. A tensor without dimensions counts as one row.
+        shape: Of the whole tensor. A tensor without dimensions has one index along dimension 0.
+        dimension: Along which it is cut.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.rows = shape[0] if shape else 1
-        self.pieces: list[tuple[int, Piece]] = []  # with the first row of each, counted in the whole tensor
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, dimension: int = 0) -> None:
+        self.shape, self.dtype, self.dimension = shape, dtype, dimension
+        self.length = self._length(shape)
+        self.pieces: list[tuple[int, Piece]] = []  # with the first index of each, counted in the whole tensor
+
+    def _length(self, shape: tuple[int, ...]) -> int:
+        return shape[self.dimension] if shape else 1
 
     def add(self, start: int, piece: Piece) -> None:
-        """Add rows, which begin at `start`.
+        """Add a slice, which begins at `start`.
 
         Raises:
-            ValueError: They are no rows of this tensor.
+            ValueError: It is no slice of this tensor.
         """
-        rows = piece.shape[0] if piece.shape else 1
-        if piece.shape[1:] != self.shape[1:] or not 0 <= start <= start + rows <= self.rows:
-            raise ValueError(f"{piece.name} of {piece.shape} from row {start} on is no part of {self.shape}")
-        insort(self.pieces, (start, piece), key=lambda item: (item[0], item[1].shape))  # one without rows first
+        shape, d = piece.shape, self.dimension
+        same = len(shape) == len(self.shape) and shape[:d] + shape[d + 1 :] == self.shape[:d] + self.shape[d + 1 :]
+        if not same or not 0 <= start <= start + self._length(shape) <= self.length:
+            where = f"from {start} on along dimension {d}"
+            raise ValueError(f"{piece.name} of {shape} {where} is no part of {self.shape}")
+        insort(self.pieces, (start, piece), key=lambda item: (item[0], item[1].shape))  # an empty one first
 
     def is_whole(self) -> bool:
-        """Return whether each row is in one piece, and in one only."""
+        """Return whether each index is in one piece, and in one only."""
         end = 0
         for start, piece in self.pieces:
-            if piece.shape[:1] != (0,):
+            if length := self._length(piece.shape):
                 if start != end:
                     return False
-                end += piece.shape[0] if piece.shape else 1
-        return end == self.rows
+                end += length
+        return end == self.length
 
-    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read the rows `start` to `stop` (None: to the last) -> (stop - start, ...) in new memory on the CPU."""
-        stop = self.rows if stop is None else stop
-        assert 0 <= start <= stop <= self.rows, (start, stop, self.shape)
+    def read(self, dimension: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        """Read the slice `start` to `stop` (None: to the end) along any dimension, in new memory on the CPU."""
+        if not self.shape:
+            return self.pieces[0][1].read()
+        size = self.shape[dimension]
+        stop = size if stop is None else stop
+        assert 0 <= start <= stop <= size, (dimension, start, stop, self.shape)
         found = []
         for first, piece in self.pieces:
-            low, high = max(start - first, 0), min(stop - first, piece.shape[0] if piece.shape else 1)
-            if low < high:
-                found.append(piece.read(low, high))
+            low, high = 0, self._length(piece.shape)
+            if dimension == self.dimension:
+                low, high = max(start - first, 0), min(stop - first, high)
+            if low < high and start < stop:
+                found.append(piece.read(Slice(dimension, start, stop), Slice(self.dimension, low, high)))
         if not found:
-            return torch.empty((0, *self.shape[1:]), dtype=self.dtype)
-        return found[0] if len(found) == 1 else torch.cat(found)
+            return torch.empty((*self.shape[:dimension], stop - start, *self.shape[dimension + 1 :]), dtype=self.dtype)
+        return found[0] if len(found) == 1 else torch.cat(found, self.dimension)
 
 
 def open_parts(folder: Path, names: Collection[str], world: int) -> dict[str, Any]:
@@ -105,8 +121,8 @@ def open_parts(folder: Path, names: Collection[str], world: int) -> dict[str, An
         world: The number of ranks that wrote the checkpoint.
 
     Raises:
-        Damaged: No run can have made a file. Or a rank's file is missing, or a file is of no rank. Or rows of a tensor
-            are missing, or in two files.
+        Damaged: No run can have made a file. Or a rank's file is missing, or a file is of no rank. Or slices of a
+            tensor are missing, or in two files.
     """
     found: dict[str, Any] = {}
     files = [name for name in sorted(names) if is_part_section(name) and name.endswith(".json")]
@@ -121,7 +137,7 @@ def open_parts(folder: Path, names: Collection[str], world: int) -> dict[str, An
             raise ValueError(f"parts of {world} rank(s) are expected; it has {', '.join(files)[:200]}")
         for name, tensor in _tensors(found, ""):
             if not tensor.is_whole():
-                raise ValueError(f"rows of {name} are missing or in two files")
+                raise ValueError(f"slices of {name} are missing or in two files")
     except Damaged:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
@@ -167,8 +183,8 @@ class _File(Mapping[str, Piece]):
             return safe_open(file, "pt")  # stays mapped
 
     def __getitem__(self, name: str) -> Piece:
-        rows = self.handle.get_slice(name)
-        return Piece(self.handle, name, tuple(rows.get_shape()), TORCH_DTYPES[rows.get_dtype()])
+        found = self.handle.get_slice(name)
+        return Piece(self.handle, name, tuple(found.get_shape()), TORCH_DTYPES[found.get_dtype()])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.handle.keys())
@@ -187,15 +203,13 @@ def _stored(value: Any) -> Any:
         value = Part(value, value.shape)
     if not isinstance(value, Part):
         return value
-    if not all(type(size) is int for size in (*value.shape, value.start)):
-        raise ValueError(f"a part of {value.shape} from row {value.start} on")
-    stored = Stored(value.shape, value.tensor.dtype)
+    stored = Stored(value.shape, value.tensor.dtype, value.dimension)
     stored.add(value.start, value.tensor)
     return stored
 
 
 def _merged(one: Any, other: Any, name: str) -> Any:
-    """Merge what two files have of a section: their entries, and the rows of a tensor in both."""
+    """Merge what two files have of a section: their entries, and the slices of a tensor in both."""
     if isinstance(one, dict) and isinstance(other, dict):
         both = {key: _merged(one[key], other[key], f"{name}/{key}") for key in one.keys() & other.keys()}
         return {**one, **other, **both}
@@ -203,6 +217,8 @@ def _merged(one: Any, other: Any, name: str) -> Any:
         raise ValueError(f"{name} is in two files")
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         raise ValueError(f"{name} is {one.dtype} {one.shape} in one file, and {other.dtype} {other.shape} in another")
+    if one.dimension != other.dimension:
+        raise ValueError(f"{name} is cut along dimension {one.dimension} in one file, and {other.dimension} in another")
     for start, piece in other.pieces:
         one.add(start, piece)
     return one

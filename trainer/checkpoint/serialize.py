@@ -26,17 +26,22 @@ SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # a section's name, which becomes 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a tensor that one rank has.
+    """The slice of a tensor that one rank has.
 
     Args:
-        tensor: (rows, ...) of the whole tensor's (all rows, ...), or a tensor without dimensions.
+        tensor: As long as the whole one, except along `dimension`; or a tensor without dimensions.
         shape: The whole tensor's.
-        start: The first of these rows, counted in the whole tensor.
+        start: The first index of the slice along `dimension`, counted in the whole tensor.
     """
 
     tensor: Any
     shape: tuple[int, ...]
     start: int = 0
+    dimension: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.tensor.shape[self.dimension] if self.shape else 1)
 
 
 def load_state(
@@ -135,7 +140,8 @@ class Pack:
         if isinstance(value, Tensor):
             return {"$tensor": self.add(value, path)}
         if isinstance(value, Part):
-            return {"$part": [self.add(value.tensor, path), list(value.shape), value.start]}
+            name, shape = self.add(value.tensor, path), list(value.shape)
+            return {"$part": [name, shape, value.dimension, value.start, value.stop]}
         if isinstance(value, dict):
             if not all(type(key) in (str, int) for key in value):
                 raise TypeError(f"state {'/'.join(path)}: keys {list(value)} can't be saved; make each a str or an int")
@@ -197,8 +203,10 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
     match list(value.items()):
         case [("$tensor", name)]:
             return tensors[name]
-        case [("$part", [name, list(shape), int(start)])]:
-            return Part(tensors[name], tuple(shape), start)
+        case [("$part", [name, list(shape), start])]:  # rows, as up to format 3
+            return _part(tensors[name], shape, 0, start, start + math.prod(tensors[name].shape[:1]))
+        case [("$part", [name, list(shape), dimension, start, stop])]:
+            return _part(tensors[name], shape, dimension, start, stop)
         case [("$float", "inf" | "-inf" | "nan" as text)]:
             return float(text)
         case [("$tuple", list(items))]:
@@ -208,6 +216,19 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
     if any(key.startswith("$") for key in value):
         raise ValueError(f"unknown kind {list(value)}")
     return {key: decode(item, tensors) for key, item in value.items()}
+
+
+def _part(tensor: Any, shape: list[Any], dimension: Any, start: Any, stop: Any) -> Part:
+    """Return a part as a file has it.
+
+    Raises:
+        ValueError: It has no place in a tensor of this shape.
+    """
+    part = Part(tensor, tuple(shape), start, dimension)
+    numbers = all(type(number) is int for number in (*shape, dimension, start, stop))
+    if not numbers or not 0 <= dimension < len(shape) == len(tensor.shape) or part.stop != stop:
+        raise ValueError(f"a part of {shape} from {start} to {stop} along dimension {dimension}")
+    return part
 
 
 def strict_json(path: Path, most: int) -> Any:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.comm.slices import local
 from trainer.context import Context
 from trainer.errors import NumericsError
-from trainer.parallel.rows import local
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.comm.slices import is_sharded
 from trainer.config.parameter_groups import NOT_SETTINGS, check_groups
 from trainer.errors import ConfigError, nearest
 from trainer.log import log
@@ -230,16 +231,11 @@ def refuse_rows(optimizer: Optimizer, name: str, why: str) -> None:
     Raises:
         ConfigError: There is one.
     """
-    if any(is_in_rows(p) for group in optimizer.param_groups for p in group["params"]):
+    if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
             f"optimizer={name}: {why}, and callbacks.shard.stage=3 gives each rank rows of them; use "
             "callbacks.shard.stage=2, or optimizer=adamw"
         )
-
-
-def is_in_rows(p: Tensor) -> bool:
-    """Return whether this rank has some rows of `p` only: a DTensor, whose module is large and so not imported here."""
-    return hasattr(p, "to_local")
 
 
 def is_like(value: Any, default: Any) -> bool:

@@ -3,13 +3,14 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from trainer.annotated import Below, Beta, NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
+from trainer.comm.slices import cut_like, is_sharded, local
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
-from trainer.optim.groups import Groups, is_in_rows
+from trainer.optim.groups import Groups
 
 OTHERS = {True: ("betas",), False: ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}  # by hidden: the other part's
 
@@ -21,7 +22,7 @@ class Muon(Optimizer):
     `match_rms_adamw`, the update has the root mean square of AdamW's, so both take the same rate (Liu et al. 2025,
     arXiv:2502.16982). Memory: one copy of the hidden matrices, two of the rest.
 
-    If a rank has rows of a matrix, the matrix is gathered for its step: its gradient, and its momentum.
+    If a rank has a slice of a matrix, the matrix is gathered for its step: its gradient, and its momentum.
 
     Hidden are the matrices of two dimensions that `trainer.optim.groups.hidden_matrices` finds. A group's setting
     `hidden` decides otherwise.
@@ -78,28 +79,28 @@ class Muon(Optimizer):
             part.state = self.state
             part.param_groups = [group for group in self.param_groups if group["hidden"] == hidden]
             if hidden:
-                self._step_rows(part)
+                self._step_slices(part)
             part.step()
 
-    def _step_rows(self, part: Optimizer) -> None:
-        """Step the matrices of which each rank has rows, and leave the others to `part`. A collective.
+    def _step_slices(self, part: Optimizer) -> None:
+        """Step the matrices of which each rank has a slice, and leave the others to `part`. A collective.
 
         The update needs whole matrices. Each rank gathers the gradient and the momentum of one matrix after the other.
-        It keeps its rows of the result.
+        It keeps its slice of the result.
         """
         groups, part.param_groups = part.param_groups, []
         for group in groups:
-            part.param_groups.append({**group, "params": [p for p in group["params"] if not is_in_rows(p)]})
-            for p in (p for p in group["params"] if is_in_rows(p) and p.grad is not None):
+            part.param_groups.append({**group, "params": [p for p in group["params"] if not is_sharded(p)]})
+            for p in (p for p in group["params"] if is_sharded(p) and p.grad is not None):
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 whole = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device))
-                own_rows(whole, p).copy_(p.to_local())  # the weights count one by one, so the others may be zeros
+                cut_like(whole, p).copy_(local(p))  # the weights count one by one, so the others may be zeros
                 whole.grad = p.grad.full_tensor()
                 alone = torch.optim.Muon([{**group, "params": [whole]}])
                 alone.state[whole] = {"momentum_buffer": momentum.full_tensor()}
                 alone.step()
-                p.to_local().copy_(own_rows(whole, p))
-                momentum.to_local().copy_(own_rows(alone.state[whole]["momentum_buffer"], p))
+                local(p).copy_(cut_like(whole, p))
+                local(momentum).copy_(cut_like(alone.state[whole]["momentum_buffer"], p))
 
     def _refuse_other_state(self) -> None:
         """Refuse the state of a checkpoint in which other matrices were hidden."""
@@ -112,16 +113,10 @@ class Muon(Optimizer):
                 )
 
 
-def own_rows(whole: Tensor, p: Any) -> Tensor:
-    """Return the rows of `whole`, in the same memory, that this rank has of the sharded parameter `p`."""
-    chunks, rank = whole.chunk(p.device_mesh.size()), p.device_mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else whole[:0]
-
-
 def refuse_others(hidden: list[dict[str, Any]]) -> None:
     """Refuse parameters that are no matrices, and rows that can't be gathered."""
     for group in hidden:
-        if any(is_in_rows(p) and p.device.type != p.device_mesh.device_type for p in group["params"]):
+        if any(is_sharded(p) and p.device.type != p.device_mesh.device_type for p in group["params"]):
             raise ConfigError(
                 "optimizer=muon: gathers whole matrices on the device, and the rows are on the host; set "
                 "callbacks.shard.offload=false, or use optimizer=adamw"

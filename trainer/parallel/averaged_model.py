@@ -5,8 +5,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from trainer.comm.slices import local
 from trainer.parallel.absent import Absent
-from trainer.parallel.rows import local
 from trainer.parallel.strategy import Strategy
 
 
@@ -21,12 +21,12 @@ class AveragedModel:
 
     def __init__(self, strategy: Strategy, trained: nn.Module) -> None:
         self.trained, self.module = trained, strategy.copy().requires_grad_(False)
-        self.average = rows(self.module)
+        self.average = own_parts(self.module)
 
     @torch.no_grad()
     def update(self, share: float) -> None:
         """Set average = (1 - share) * average + share * weights, and copy the buffers."""
-        torch._foreach_lerp_(self.average, rows(self.trained), share)  # parameters may have moved
+        torch._foreach_lerp_(self.average, own_parts(self.trained), share)  # parameters may have moved
         self.copy_buffers()
 
     @torch.no_grad()
@@ -47,6 +47,6 @@ class AveragedModel:
             torch._foreach_copy_([copy for copy, _ in pairs], [b for _, b in pairs])
 
 
-def rows(model: nn.Module) -> list[Tensor]:
+def own_parts(model: nn.Module) -> list[Tensor]:
     """List the parts of the parameters that this rank has."""
     return [local(p.detach()) for p in model.parameters() if not isinstance(p, Absent)]

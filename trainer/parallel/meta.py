@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.comm.slices import cut_like, local
 from trainer.errors import ConfigError
-from trainer.parallel.rows import local, own_span
 
 
 def on_meta(model: nn.Module) -> list[str]:
@@ -39,7 +39,7 @@ def refuse_without_reset(model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, source: nn.Module, device: torch.device) -> None:
-    """Copy first values into a model, of which a rank may have rows.
+    """Copy first values into a model, of which a rank may have slices.
 
     Each module of `source` gets memory on `device`, runs `reset_parameters()`, and loses its memory again. So no device
     holds more than the largest module's own tensors. Tensors that have memory keep their values.
@@ -55,8 +55,7 @@ def initialise(model: nn.Module, source: nn.Module, device: torch.device) -> Non
             target = getattr(model.get_submodule(name), key)
             if id(target) not in done:
                 done.add(id(target))
-                rows = value.detach()[slice(*own_span(target))] if local(target) is not target else value.detach()
-                local(target.detach()).copy_(rows)
+                local(target.detach()).copy_(cut_like(value.detach(), target, f"{name}.{key}".strip(".")))
         if filled:
             module.to_empty(device="meta", recurse=False)
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.comm.ranks import Ranks
+from trainer.comm.slices import local
 from trainer.errors import ConfigError
 from trainer.parallel.memory_search import state_share
-from trainer.parallel.rows import local
 from trainer.parallel.sparse import sparse_weights
 from trainer.parallel.strategy import Strategy
 from trainer.process import cgroup

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state
+from trainer.comm.slices import local
 from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import refuse_meta
-from trainer.parallel.rows import local
 from trainer.parallel.sparse import gradients, sparse_weights
 
 
@@ -83,8 +83,8 @@ class Strategy(Protocol):
         """Return this rank's part of the checkpoint's sections `model` and `optimizer`. No collective.
 
         A section is laid out as by `Module.state_dict` or by `serialize.optimizer_state`, with live tensors. A `Part`
-        stands for rows of a tensor. Each row and each value is given by one rank only. All ranks return the same
-        sections; rank 0 saves those that no rank returns, whole.
+        stands for a slice of a tensor. Each slice and each value is given by one rank only. All ranks return the
+        same sections; rank 0 saves those that no rank returns, whole.
         """
         ...
 
@@ -95,7 +95,7 @@ class Strategy(Protocol):
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         """Load `model`, and `optimizer` if it is there, as any strategy on any number of ranks has saved them.
 
-        The sections are whole, and have a `parts.Stored` for each tensor: read the rows that this rank needs.
+        The sections are whole, and have a `parts.Stored` for each tensor: read the slice that this rank needs.
         """
         ...
 
@@ -244,7 +244,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
 
 
 def clip_values(parameters: Sequence[Tensor], most: float) -> None:
-    """Clip each element of the gradients to [-most, most], in place. A rank that has rows of a gradient clips these."""
+    """Clip each element of the gradients to [-most, most], in place. A rank that has a slice of a gradient clips it."""
     own = [local(gradient) for gradient in gradients(parameters)]
     if own:  # else nan_guard has dropped the step, or no parameter is this rank's
         torch._foreach_clamp_min_(own, -most)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.callbacks.pipeline.pipedream import Awaited, PipeDream, open_links
 from trainer.callbacks.pipeline.stages import Layout, drop_others, holders
-from trainer.callbacks.pipeline.strategy import Mesh
+from trainer.callbacks.pipeline.strategy import pipeline_mesh
 from trainer.checks.recipe import CheckedLoss
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Micro, Split, Step, count_samples
@@ -38,12 +38,12 @@ def build(place: Place, micros: int, run_ahead: int) -> tuple[PipeDream, Ranks]:
     torch.manual_seed(0)
     model = Net()
     ranks, layout = Ranks(place, "cpu", "gloo", 20.0), Layout((0, 1, 2), 3, 3)
-    uses, mesh = holders(model, list(model.layers), layout), Mesh(ranks, 3)
-    drop_others(model, {name for name, found in uses.items() if mesh.stage in found}, torch.device("cpu"))
+    uses, mesh = holders(model, list(model.layers), layout), pipeline_mesh(ranks, 3)
+    drop_others(model, {name for name, found in uses.items() if mesh.place["stage"] in found}, torch.device("cpu"))
     pipeline = PipeDream(
         model, list(model.layers), layout, uses, mesh, split=Split(2 * micros, 1, micros), schedule="pipedream_2bw",
         reduce=None, expected=None, seed=0, step=lambda: 0, device=torch.device("cpu"),
-        links=open_links(ranks, mesh.pipes), run_ahead=run_ahead, rehearsing=lambda: False,
+        links=open_links(ranks, mesh.lines("stage")), run_ahead=run_ahead, rehearsing=lambda: False,
     )  # fmt: skip
     pipeline.loss = CheckedLoss(loss, count_samples)
     return pipeline, ranks

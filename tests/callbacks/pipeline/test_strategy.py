@@ -8,7 +8,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from trainer.callbacks.pipeline.stages import Layout, drop_others, holders
-from trainer.callbacks.pipeline.strategy import Mesh, Pipeline
+from trainer.callbacks.pipeline.strategy import Pipeline, pipeline_mesh
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Split
 from trainer.errors import ConfigError
@@ -54,11 +54,11 @@ def build(place: Place, stages: int, v: bool = False) -> tuple[Pipeline, Ranks]:
     ranks = Ranks(place, "cpu", "gloo", 20.0)
     layout = Layout((0, 1, 2, 3) if v else (0, 1, 3)[:stages], 4, stages, v)
     uses = holders(model, list(model.layers), layout)
-    mesh = Mesh(ranks, stages)
-    own = {name for name, found in uses.items() if set(found) & set(layout.of(mesh.stage))}
+    mesh = pipeline_mesh(ranks, stages)
+    own = {name for name, found in uses.items() if set(found) & set(layout.of(mesh.place["stage"]))}
     drop_others(model, own, torch.device("cpu"))
     pipeline = Pipeline(
-        model, list(model.layers), layout, uses, mesh, split=Split(4, mesh.data_world, 2), schedule="gpipe",
+        model, list(model.layers), layout, uses, mesh, split=Split(4, ranks.world // stages, 2), schedule="gpipe",
         reduce=None, expected=None, seed=0, step=lambda: 0, device=torch.device("cpu"),
     )  # fmt: skip
     return pipeline, ranks

@@ -21,6 +21,7 @@ from trainer.callbacks.ema import EMA
 from trainer.callbacks.nan_guard.callback import NanGuard
 from trainer.callbacks.shard.callback import Shard
 from trainer.callbacks.shard.fsdp import FSDP, own_parameters, units
+from trainer.comm.mesh import line_of
 from trainer.comm.ranks import Ranks
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
@@ -327,9 +328,8 @@ def test_ranks_agree_to_skip_a_step_in_which_one_of_them_overflows():
 
 def laid_out(place: Place) -> list[tuple[list[str], list[str]]]:
     ranks, model = Ranks(place, "cpu", "gloo", 30.0), Normed(width=5).model()
-    strategy = FSDP(
-        model, list(model.blocks), ranks.new_group(), None, CPU, reshard=True, offload=False, copied=False, step=int
-    )
+    mesh = line_of(ranks.new_group(), CPU, "shard")
+    strategy = FSDP(model, list(model.blocks), mesh, None, CPU, reshard=True, offload=False, copied=False, step=int)
     names = {p: name for name, p in model.named_parameters()}
     found = []
     for unit in units(model):

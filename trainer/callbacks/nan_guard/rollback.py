@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from trainer.callback import Role
+from trainer.comm.slices import local
 from trainer.context import Context
-from trainer.parallel.rows import local
 
 
 def buffers(trainer: Context) -> list[Tensor]:

@@ -19,7 +19,7 @@ from trainer.callbacks.pipeline.partition import cut_by_time, in_flight, memory_
 from trainer.callbacks.pipeline.pipedream import PipeDream, open_links
 from trainer.callbacks.pipeline.profile_blocks import Trial, try_whole
 from trainer.callbacks.pipeline.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
-from trainer.callbacks.pipeline.strategy import Mesh, Pipeline
+from trainer.callbacks.pipeline.strategy import Pipeline, pipeline_mesh
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.context import Context
 from trainer.cost.setup import Cost
@@ -117,7 +117,8 @@ class PipelineParallel(Callback):
         model = build()
         blocks = find_blocks(trainer.recipe, model, None, KEY)
         check_blocks(blocks, self.virtual)
-        self.mesh = Mesh(trainer.ranks, self.stages)
+        self.mesh = pipeline_mesh(trainer.ranks, self.stages)
+        self.replicas = self.mesh.sizes.get("data", 1)
         starts = None if isinstance(self.cut, str) else self._checked(self.cut, len(blocks))
         resumed = self._resumed(trainer, len(blocks))
         self.trial = None if resumed else self._try(trainer, model, blocks)
@@ -125,16 +126,16 @@ class PipelineParallel(Callback):
         self.layout = Layout(starts, len(blocks), self.stages, self.schedule == "zbv")
         self.holders = holders(model, blocks, self.layout)
         self._refuse_unlike(model)
-        own = set(self.layout.of(self.mesh.stage))
+        own = set(self.layout.of(self.mesh.place["stage"]))
         log.info(
             "pipeline: %d stages of %d blocks begin at blocks %s; %d replica(s)",
-            self.virtual, len(blocks), ", ".join(map(str, starts)), self.mesh.data_world,
+            self.virtual, len(blocks), ", ".join(map(str, starts)), self.replicas,
         )  # fmt: skip
         drop_others(model, {name for name, stages in self.holders.items() if own & set(stages)}, trainer.device)
         return model
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
-        return AllReduce(self.mesh.replicas) if self.mesh.replicas else reduce
+        return AllReduce(self.mesh.groups["data"]) if self.replicas > 1 else reduce
 
     def distribute(self, trainer, model: nn.Module) -> Pipeline:
         accumulate = trainer.plan.accumulate
@@ -146,16 +147,16 @@ class PipelineParallel(Callback):
                 f"and accumulate={accumulate}; raise accumulate, or use {KEY}.schedule=gpipe"
             )
         idle = [name for name, other in trainer.callbacks.items() if other.communicates]
-        if idle and not self.mesh.replicas:
+        if idle and self.replicas == 1:
             log.info("pipeline: one replica of each stage, nothing to reduce: %s will do nothing", ", ".join(idle))
         kind = Pipeline
         if not self.exact:
-            links = open_links(trainer.ranks, self.mesh.pipes)
+            links = open_links(trainer.ranks, self.mesh.lines("stage"))
             kind = partial(PipeDream, links=links, run_ahead=self.run_ahead, rehearsing=lambda: trainer.rehearsing)
         self.strategy = kind(
             model, find_blocks(trainer.recipe, model, None, KEY), self.layout, self.holders, self.mesh,
-            split=Split(trainer.batch, self.mesh.data_world, accumulate), schedule=self.schedule,
-            reduce=trainer.reduce if self.mesh.replicas else None, seed=trainer.options.seed,
+            split=Split(trainer.batch, self.replicas, accumulate), schedule=self.schedule,
+            reduce=trainer.reduce if self.replicas > 1 else None, seed=trainer.options.seed,
             expected=self.trial and self.trial.loss, step=lambda: trainer.step, device=trainer.device,
         )  # fmt: skip
         return self.strategy
@@ -203,9 +204,9 @@ class PipelineParallel(Callback):
         """Run the first micro-batch through the whole model; None if no rank can, or the data has no order."""
         plan, recipe, found = trainer.plan, trainer.recipe, None
         if plan.order is not None:  # else a walk through the data would take its first batches
-            split = Split(trainer.batch, self.mesh.data_world, plan.accumulate)
+            split = Split(trainer.batch, self.replicas, plan.accumulate)
             loader = Loader(
-                plan.source, plan.order, split, replace(plan.data, workers=0), rank=self.mesh.data_rank,
+                plan.source, plan.order, split, replace(plan.data, workers=0), rank=self.mesh.place.get("data", 0),
                 seed=trainer.options.seed, device=trainer.device, collate=getattr(recipe, "collate", default_collate),
             )  # fmt: skip
             with closing(loader):
@@ -224,7 +225,7 @@ class PipelineParallel(Callback):
             ConfigError: No cut fits into the memory of the ranks.
         """
         layout = Layout(tuple(range(self.virtual)), len(blocks), self.stages, self.schedule == "zbv")
-        ranks, replicas = [layout.rank(stage) for stage in range(self.virtual)], self.mesh.data_world
+        ranks, replicas = [layout.rank(stage) for stage in range(self.virtual)], self.replicas
         place = [[rank * replicas + i for i in range(replicas)] for rank in ranks]
         if not self.trials:
             log.info("pipeline: no times are measured, so stages get even numbers of parameters")

@@ -120,7 +120,7 @@ class PipeDream(Pipeline):
     def __init__(self, *args: Any, links: Links, run_ahead: int, rehearsing: Callable[[], bool], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.links, self.rehearsing, self.last = links, rehearsing, self.layout.stages - 1
-        self.behind = run_ahead * (self.last - self.mesh.stage)
+        self.behind = run_ahead * (self.last - self.stage)
         self.versions = WeightVersions(self.model, self.parameters)
         self.flights: deque[Flight] = deque()
         self.before: Version | None = None  # of the batch before, until its gradients are reduced
@@ -195,16 +195,16 @@ class PipeDream(Pipeline):
         self._find_forms(batch)
         self.receives: list[Inbox] = []
         self.sends: list[Outbox] = []
-        stage = self.mesh.stage
+        stage = self.stage
         if stage:
             outputs, gradients = self.links[(stage - 1) % 2]
-            before, form = self.mesh.global_rank(stage - 1), self._form(stage - 1)
+            before, form = self.pipe_ranks[stage - 1], self._form(stage - 1)
             self.inputs, self.input_gradients = Inbox(before, outputs, form, self.device), Outbox(before, gradients)
             self.receives.append(self.inputs)
             self.sends.append(self.input_gradients)
         if stage < self.last:
             outputs, gradients = self.links[stage % 2]
-            after = self.mesh.global_rank(stage + 1)
+            after = self.pipe_ranks[stage + 1]
             self.outputs = Outbox(after, outputs)
             self.output_gradients = Inbox(after, gradients, self._form(stage), self.device)
             self.receives.append(self.output_gradients)
@@ -222,13 +222,13 @@ class PipeDream(Pipeline):
     def _run_forward(self, micro: int, version: Version) -> None:
         self.versions.use(version.leaves)
         self.leaves = version.leaves
-        received = self.inputs.take().requires_grad_() if self.mesh.stage else None
+        received = self.inputs.take().requires_grad_() if self.stage else None
         self.training = True
         try:
-            out = self.run_stage(self.mesh.stage, micro, received)
+            out = self.run_stage(self.stage, micro, received)
         finally:
             self.training = False
-        if self.mesh.stage < self.last:
+        if self.stage < self.last:
             self.outputs.send(out.detach())
         self.flights.append(Flight(version, received, out))
 
@@ -236,7 +236,7 @@ class PipeDream(Pipeline):
         """Run the oldest backward pass that is left."""
         flight = self.flights.popleft()
         self.versions.use(flight.version.leaves)  # a recomputation reads the model's
-        gradient = self.output_gradients.take() if self.mesh.stage < self.last else None
+        gradient = self.output_gradients.take() if self.stage < self.last else None
         torch.autograd.backward(flight.out, gradient)
         if flight.received is not None:
             assert flight.received.grad is not None
@@ -258,14 +258,14 @@ class PipeDream(Pipeline):
         self.reducer.finish()
         exchanges = [self._exchange(p, rank) for p, rank in self.tied]
         # Later stages have got here before, and the norm needs the sums.
-        self._add([exchange for exchange in exchanges if exchange.stage > self.mesh.stage])
-        self.adding = [exchange for exchange in exchanges if exchange.stage < self.mesh.stage]
+        self._add([exchange for exchange in exchanges if exchange.stage > self.stage])
+        self.adding = [exchange for exchange in exchanges if exchange.stage < self.stage]
         norms = self._norms()
-        self.norms = norms, dist.all_reduce(norms, group=self.mesh.pipe, async_op=True)
+        self.norms = norms, dist.all_reduce(norms, group=self.pipe, async_op=True)
 
     def _send_losses(self, losses: list[Tensor]) -> list[Tensor]:
-        values, last = self._values(losses), self.mesh.global_rank(self.last)
-        return Awaited(values, dist.broadcast(values, last, group=self.mesh.pipe, async_op=True))
+        values, last = self._values(losses), self.pipe_ranks[self.last]
+        return Awaited(values, dist.broadcast(values, last, group=self.pipe, async_op=True))
 
     def _end_rehearsal(self) -> None:
         """Empty the pipeline, and reduce the gradients that will be discarded.

@@ -18,6 +18,7 @@ from trainer.callbacks.pipeline.stages import KEY, Gates, Layout, homes, padded
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.checks.recipe import CheckedLoss
+from trainer.comm.mesh import Mesh
 from trainer.comm.phases import Phase, during, switch
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
@@ -42,26 +43,13 @@ SCHEDULES = {
 }
 
 
-class Mesh:
-    """The ranks as stages x replicas: rank = stage * replicas + replica, so that replicas are neighbours.
+def pipeline_mesh(ranks: Ranks, stages: int) -> Mesh:
+    """Return the ranks as stages x replicas, so that replicas are neighbours. A collective.
 
-    Attributes:
-        pipe: The ranks of this rank's pipeline, in the order of its stages.
-        replicas: The ranks that run this rank's stages; None if no other does.
+    rank = stage * replicas + replica. Without replicas, the mesh has stages alone.
     """
-
-    def __init__(self, ranks: Ranks, stages: int) -> None:
-        self.stages, self.data_world = stages, ranks.world // stages
-        self.stage, self.data_rank = divmod(ranks.rank, self.data_world)
-        rows = torch.arange(ranks.world).view(stages, self.data_world)
-        self.pipes: list[list[int]] = rows.T.tolist()  # the ranks of each pipeline
-        self.pipe = ranks.new_groups(self.pipes)
-        self.replicas = ranks.new_groups(rows.tolist()) if self.data_world > 1 else None
-        self.host = ranks.host
-
-    def global_rank(self, stage: int) -> int:
-        """Return the rank that has this place in this rank's pipeline."""
-        return stage * self.data_world + self.data_rank
+    sizes = {"stage": stages, "data": ranks.world // stages}
+    return Mesh(ranks, **{name: size for name, size in sizes.items() if size > 1})
 
 
 class Exchange(NamedTuple):
@@ -112,14 +100,16 @@ class Pipeline:
         step: Callable[[], int],
         device: torch.device,
     ) -> None:
-        self.model, self.layout, self.mesh, self.holders = model, layout, mesh, holders
-        self.data_rank, self.data_world, self.replicas = mesh.data_rank, mesh.data_world, mesh.replicas
+        self.model, self.layout, self.holders, self.host = model, layout, holders, mesh.host
+        self.stage, self.pipe, self.pipe_ranks = mesh.place["stage"], mesh.groups["stage"], mesh.line["stage"]
+        self.data_rank, self.data_world = mesh.place.get("data", 0), mesh.sizes.get("data", 1)
+        self.replicas = mesh.groups.get("data")
         self.parameters = trained(model)
         self.leaves: list[nn.Parameter] = self.parameters  # what passes use, and leave gradients in
-        self.micros, self.rows, self.schedule_name = split.micros(mesh.data_rank), split.micro, schedule
+        self.micros, self.rows, self.schedule_name = split.micros(self.data_rank), split.micro, schedule
         self.reduce, self.expected, self.step, self.device = reduce, expected, step, device
         self.seed, self.generators = seed, generators_of(device)
-        self.own = layout.of(mesh.stage)
+        self.own = layout.of(self.stage)
         self.gates = Gates(blocks, layout)
         self.full, self.training = model.forward, False
         model.forward = partial(self._forward, self.gates, self.full)
@@ -144,8 +134,8 @@ class Pipeline:
         self.first_holder: list[bool] = []  # this rank is the first that has the parameter
         for p, name in zip(self.parameters, self.names, strict=True):
             ranks = sorted({self.layout.rank(stage) for stage in self.holders[name]})
-            self.first_holder.append(ranks[0] == self.mesh.stage)
-            self.tied += [(p, rank) for rank in ranks if rank != self.mesh.stage]
+            self.first_holder.append(ranks[0] == self.stage)
+            self.tied += [(p, rank) for rank in ranks if rank != self.stage]
 
     # The contract of a strategy.
     def sync_gradients(self, on: bool) -> None:
@@ -206,7 +196,7 @@ class Pipeline:
 
     def _own_entries(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of nested dicts. The first rank has all that no stage has."""
-        first = not (self.data_rank or self.mesh.stage)
+        first = not (self.data_rank or self.stage)
         if state.keys() == self.home.keys():
             return {} if self.data_rank else {k: v for k, v in state.items() if self.home[k] in self.own}
         return {
@@ -231,7 +221,7 @@ class Pipeline:
     def clip(self, max_norm: float | None) -> Tensor:
         """Clip to the global norm over all stages: the norm of the parameters' norms, in the order of the model."""
         norms = self._norms()
-        dist.all_reduce(norms, group=self.mesh.pipe)
+        dist.all_reduce(norms, group=self.pipe)
         return self._clip_to(norms, max_norm)
 
     def _norms(self) -> Tensor:
@@ -323,10 +313,8 @@ class Pipeline:
         mode = nullcontext() if self.expected is None else evaluating(self.model)
         with torch.no_grad(), mode, suppress(OutputElsewhere):
             loss = float(self.loss.loss(self.model, batch))
-        last = self.mesh.global_rank(self.layout.rank(self.layout.stages - 1))
-        dist.broadcast(
-            found := torch.tensor([loss], dtype=torch.float64, device=self.device), last, group=self.mesh.pipe
-        )
+        last = self.pipe_ranks[self.layout.rank(self.layout.stages - 1)]
+        dist.broadcast(found := torch.tensor([loss], dtype=torch.float64, device=self.device), last, group=self.pipe)
         self._refuse_other_loss(found.item())
         rows = max((shape[0] for shape, _ in self.metas.values()), default=0)
         self.rows = max(self.rows, rows)
@@ -338,7 +326,7 @@ class Pipeline:
         self.stages = [
             pipelining.PipelineStage(
                 part, part.stage, self.layout.stages, self.device, self._example(part.stage - 1),
-                self._example(part.stage), group=self.mesh.pipe,
+                self._example(part.stage), group=self.pipe,
             )
             for part in self.parts
         ]  # fmt: skip
@@ -380,8 +368,8 @@ class Pipeline:
     def _share(self, losses: list[Tensor]) -> list[Tensor]:
         """Return the last stage's losses, as float64 scalars, on every rank of the pipeline."""
         values = self._values(losses)
-        last = self.mesh.global_rank(self.layout.rank(self.layout.stages - 1))
-        dist.broadcast(values, last, group=self.mesh.pipe)
+        last = self.pipe_ranks[self.layout.rank(self.layout.stages - 1)]
+        dist.broadcast(values, last, group=self.pipe)
         return list(values.unbind())
 
     def _values(self, losses: list[Tensor]) -> Tensor:
@@ -403,9 +391,9 @@ class Pipeline:
     def _exchange(self, p: nn.Parameter, stage: int) -> Exchange:
         """Begin to exchange the gradients of a tied parameter with the other stage."""
         own = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
-        other, peer = torch.empty_like(own), self.mesh.global_rank(stage)
+        other, peer = torch.empty_like(own), self.pipe_ranks[stage]
         both = (dist.isend, own), (dist.irecv, other)
-        works = dist.batch_isend_irecv([dist.P2POp(op, t, peer, self.mesh.pipe) for op, t in both])
+        works = dist.batch_isend_irecv([dist.P2POp(op, t, peer, self.pipe) for op, t in both])
         return Exchange(p, stage, own, other, works)
 
     def _add(self, exchanges: list[Exchange]) -> None:
@@ -426,7 +414,7 @@ class Pipeline:
         for stage in self.own:
             received = self._receive(stage - 1, stream) if stage else None
             output, stream = gates.run(stage, received, partial(full, *args, **kwargs))
-            if stream is not None and self.layout.rank(stage + 1) != self.mesh.stage:
+            if stream is not None and self.layout.rank(stage + 1) != self.stage:
                 self._send(stage, stream.contiguous())
         if self.layout.stages - 1 not in self.own:
             raise OutputElsewhere
@@ -435,22 +423,22 @@ class Pipeline:
     def _send(self, stage: int, stream: Tensor) -> None:
         """Send the stage's output, after a header on the host: its type and shape."""
         self._note(stage, stream)
-        peer = self.mesh.global_rank(self.layout.rank(stage + 1))
+        peer = self.pipe_ranks[self.layout.rank(stage + 1)]
         header = torch.zeros(10, dtype=torch.int64)
         header[: 2 + stream.dim()] = torch.tensor([DTYPES.index(stream.dtype), stream.dim(), *stream.shape])
-        dist.send(header, peer, group=self.mesh.host)
-        dist.send(stream, peer, group=self.mesh.pipe)
+        dist.send(header, peer, group=self.host)
+        dist.send(stream, peer, group=self.pipe)
 
     def _receive(self, stage: int, local: Tensor | None) -> Tensor:
-        if self.layout.rank(stage) == self.mesh.stage:
+        if self.layout.rank(stage) == self.stage:
             assert local is not None
             self._note(stage, local)
             return local
-        peer = self.mesh.global_rank(self.layout.rank(stage))
-        dist.recv(header := torch.zeros(10, dtype=torch.int64), peer, group=self.mesh.host)
+        peer = self.pipe_ranks[self.layout.rank(stage)]
+        dist.recv(header := torch.zeros(10, dtype=torch.int64), peer, group=self.host)
         kind, dims, *shape = header.tolist()
         stream = torch.empty(shape[:dims], dtype=DTYPES[kind], device=self.device)
-        dist.recv(stream, peer, group=self.mesh.pipe)
+        dist.recv(stream, peer, group=self.pipe)
         self._note(stage, stream)
         return stream
 

@@ -14,6 +14,7 @@ from trainer.callbacks.shard.fsdp import FSDP
 from trainer.callbacks.shard.owners import Owners
 from trainer.callbacks.shard.zero1 import ZeRO1
 from trainer.callbacks.shard.zero2 import ZeRO2
+from trainer.comm.mesh import line_of
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.setup import Cost
 from trainer.cost.variant import Situation, Variant
@@ -96,10 +97,9 @@ class Shard(Callback):
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         """Take the group of all ranks. Hybrid begins the chain with the mean across groups."""
         assert isinstance(reduce, AllReduce)  # no other callback has wrapped it yet
-        self.group, self.across = reduce.group, None
+        self.mesh, self.across = line_of(reduce.group, trainer.device, "shard"), None
         if self.hybrid:
-            self.across = stage3.two_levels(trainer, self.hybrid)
-            self.group = self.across.inside
+            self.mesh, self.across = stage3.two_levels(trainer, self.hybrid)
         return self.across or reduce
 
     def distribute(self, trainer, model: nn.Module) -> Strategy:
@@ -108,7 +108,7 @@ class Shard(Callback):
         if self.stage == 2:
             return ZeRO2(trainer, model)
         strategy = stage3.fully_shard(
-            trainer, model, self.group, self.across, self.blocks, reshard=self.reshard, offload=self.offload
+            trainer, model, self.mesh, self.across, self.blocks, reshard=self.reshard, offload=self.offload
         )
         # A compiled block would be compiled again for each number.
         if not any(Role.COMPILE in (each.role, *each.also) for each in trainer.callbacks.values()):

@@ -19,14 +19,16 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
+from trainer.checkpoint.sharded import parts_of, read_like
 from trainer.comm.bucket import Bucket, Piece
+from trainer.comm.mesh import forget_groups
 from trainer.comm.phases import Phase, during
 from trainer.comm.ranks import share, share_buffers
 from trainer.comm.reduce import AllReduce
+from trainer.comm.slices import cut_like, is_sharded, local, span
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import initialise, on_meta, refuse_without_reset
-from trainer.parallel.rows import is_sharded, local, own_span, parts_of, rows_like, span
 from trainer.parallel.strategy import trained
 from trainer.parallel.warmup import constants, integer_buffers
 
@@ -42,7 +44,7 @@ class FSDP:
         module: On its device, the same on all ranks; rank 0's weights are taken. On the meta device: `reset_parameters`
             of each module gives the first values.
         blocks: The modules whose parameters are gathered together; the rest of the model is one more unit.
-        inside: The ranks that share the rows.
+        mesh: The ranks that share the rows: one dimension.
         across: The mean over several groups of such ranks; None: there is one.
         reshard: Free a block's parameters after its forward pass, and gather them again for its backward pass.
         offload: Keep parameters, gradients and optimizer state on the host.
@@ -61,7 +63,7 @@ class FSDP:
         self,
         module: nn.Module,
         blocks: Sequence[nn.Module],
-        inside: dist.ProcessGroup,
+        mesh: DeviceMesh,
         across: "AcrossNodes | None",
         device: torch.device,
         *,
@@ -71,14 +73,12 @@ class FSDP:
         step: Callable[[], int],
     ) -> None:
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
-        self.inside, self.across, self.device, self.reshard, self.step = inside, across, device, reshard, step
+        self.mesh, self.across, self.device, self.reshard, self.step = mesh, across, device, reshard, step
+        self.inside = mesh.get_group()
         self.replicas = across.replicas if across else None
         self.constant_buffers: frozenset[str] = frozenset()
         self.hooks: list[Any] = []
         self.models: list[nn.Module] = []  # that are laid out: the trained one, and its copies
-        # DTensor's caches keep meshes for tensors of equal ones. The name keeps those of another Trainer apart, whose
-        # groups have ended.
-        self.mesh = DeviceMesh.from_group(inside, device.type, mesh_dim_names=(f"shard{inside.group_name}",))
         self.policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         names = {child: name for name, child in module.named_modules()}
         self.blocks = [names[block] for block in blocks if block is not module]
@@ -187,10 +187,10 @@ class FSDP:
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
         own = self.module.state_dict()
-        self.module.load_state_dict({name: rows_like(own.get(name), part) for name, part in sections["model"].items()})
+        self.module.load_state_dict({name: read_like(own.get(name), part) for name, part in sections["model"].items()})
         if "optimizer" in sections:
             own = dict(self.module.named_parameters())
-            state = {name: rows_like(own.get(name), values) for name, values in sections["optimizer"].items()}
+            state = {name: read_like(own.get(name), values) for name, values in sections["optimizer"].items()}
             load_optimizer_state(optimizer, self.module, state)
 
     def copy(self) -> nn.Module:
@@ -216,8 +216,8 @@ class FSDP:
         self.step, self.across = int, None
         for hook in self.hooks:
             hook.remove()
-        # Graphs have hooks of FSDP's, where Python's collector sees no cycle, and DTensor's caches keep the mesh.
-        getattr(self.mesh, "_pg_registry", {}).clear()
+        forget_groups(self.mesh)
+        # Graphs have hooks of FSDP's, where Python's collector sees no cycle.
         for unit in chain.from_iterable(map(units, self.models)):
             for group in groups_of(unit):
                 group.mesh_info.shard_process_group = None
@@ -347,8 +347,7 @@ def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
     for name, p in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if isinstance(p, DTensor) and type(value) is Tensor and value.shape == p.shape:
-            start, stop = own_span(p)
-            local(p.detach()).copy_(value[start:stop])
+            local(p.detach()).copy_(cut_like(value, p))
             state[prefix + name] = p.detach()
 
 

@@ -1,14 +1,14 @@
-"""Stage 3: the groups of ranks that share the rows of FSDP2, and what it can't run with."""
+"""Stage 3: the mesh of ranks that share the rows of FSDP2, and what it can't run with."""
 
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.callback import Role
 from trainer.callbacks.shard.fsdp import FSDP, AcrossNodes
+from trainer.comm.mesh import Mesh
 from trainer.comm.reduce import AllReduce
 from trainer.context import Context
 from trainer.errors import ConfigError
@@ -16,8 +16,10 @@ from trainer.log import log
 from trainer.parallel.blocks import find_blocks
 
 
-def two_levels(trainer: Context, hybrid: bool | int) -> AcrossNodes:
-    """Group the ranks, and return the mean across groups: the mean inside is FSDP2's own. A collective.
+def two_levels(trainer: Context, hybrid: bool | int) -> tuple[DeviceMesh, AcrossNodes]:
+    """Group the ranks; return this rank's group, and the mean across groups. The mean inside is FSDP2's own.
+
+    A collective.
 
     Raises:
         ConfigError: The ranks can't be cut into such groups.
@@ -31,28 +33,27 @@ def two_levels(trainer: Context, hybrid: bool | int) -> AcrossNodes:
         )
     if per_group == world:
         log.info("shard: hybrid has one group of %d ranks, so nothing is averaged across", world)
-    groups = torch.arange(world).view(-1, per_group)
-    inside = trainer.ranks.new_groups(groups.tolist())
-    return AcrossNodes(inside, AllReduce(trainer.ranks.new_groups(groups.T.tolist())))
+    mesh = Mesh(trainer.ranks, replicate=world // per_group, shard=per_group)
+    return mesh.along("shard"), AcrossNodes(mesh.groups["shard"], AllReduce(mesh.groups["replicate"]))
 
 
 def fully_shard(
     trainer: Context,
     model: nn.Module,
-    group: ProcessGroup,
+    mesh: DeviceMesh,
     across: AcrossNodes | None,
     blocks: list[str] | None,
     **knobs: bool,
 ) -> FSDP:
-    """Lay the model out in rows over the ranks of `group`."""
+    """Lay the model out in rows over the ranks of `mesh`."""
     refuse_hooks(model)
     found = find_blocks(trainer.recipe, model, blocks, "callbacks.shard.blocks")
     copied = any(Role.AVERAGE in (callback.role, *callback.also) for callback in trainer.callbacks.values())
-    strategy = FSDP(model, found, group, across, trainer.device, copied=copied, step=lambda: trainer.step, **knobs)
+    strategy = FSDP(model, found, mesh, across, trainer.device, copied=copied, step=lambda: trainer.step, **knobs)
     units = len(strategy.buckets())
     if knobs["offload"] and trainer.device.type == "cpu":
         log.warning("shard: offload=true frees nothing on the CPU, whose memory is the host's")
-    log.info("shard: %d units in rows over %d of %d ranks", units, group.size(), trainer.world)
+    log.info("shard: %d units in rows over %d of %d ranks", units, mesh.size(), trainer.world)
     return strategy
 
 

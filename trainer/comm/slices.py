@@ -1,0 +1,66 @@
+"""The slice that a rank has of a sharded tensor: a DTensor, whose module is large and so not imported here."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from trainer.errors import ConfigError
+
+
+class Slice(NamedTuple):
+    """Indices `start` to `stop` along one dimension of a tensor. A tensor without dimensions has one index."""
+
+    dimension: int
+    start: int
+    stop: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this slice of a tensor, in the same memory."""
+        return whole.narrow(self.dimension, self.start, self.stop - self.start) if whole.dim() else whole
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a sharded tensor, in the same memory; any other tensor as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_sharded(value: Any) -> bool:
+    """Return whether there is a sharded tensor in `value`, nested dicts of tensors and plain values."""
+    return any(map(is_sharded, value.values())) if isinstance(value, dict) else hasattr(value, "to_local")
+
+
+def span(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the first and the last + 1 of a rank's indices. Late ranks have fewer than the first, or none."""
+    count = -(-size // ranks)  # as torch.chunk has it
+    return min(rank * count, size), min((rank + 1) * count, size)
+
+
+def own_slice(tensor: Any, name: str = "") -> Slice:
+    """Return this rank's slice of a sharded tensor; all of one that each rank has whole.
+
+    Raises:
+        ConfigError: The tensor `name` is cut along several dimensions, or a rank has no slice of it.
+    """
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    cut = [(i, placement) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not cut:
+        return Slice(0, 0, shape[0] if shape else 1)
+    (i, placement), *others = cut
+    if others or not placement.is_shard() or hasattr(placement, "split_factor"):  # a strided one has no slice
+        raise ConfigError(
+            f"{name or f'a tensor of shape {shape}'}: is laid out over the ranks as {tensor.placements}, and a rank "
+            "must have a slice along one dimension; lay it out with one Shard at most, and Replicate"
+        )
+    dimension = placement.dim % len(shape)
+    own = Slice(dimension, *span(shape[dimension], mesh.get_local_rank(i), mesh.size(i)))
+    if (found := local(tensor).shape[dimension]) != own.stop - own.start:
+        raise ConfigError(
+            f"{name or f'a tensor of shape {shape}'}: this rank has {found} of {shape[dimension]} along dimension "
+            f"{dimension}, and torch.chunk would give it {own.stop - own.start}; make it by distribute_tensor"
+        )
+    return own
+
+
+def cut_like(whole: Tensor, like: Any, name: str = "") -> Tensor:
+    """Return the part of `whole`, in the same memory, that this rank has of `like`, a sharded tensor or another."""
+    return own_slice(like, name).of(whole) if is_sharded(like) else whole
