@@ -5,8 +5,8 @@ import os
 import pickle
 import select
 import sys
-import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,12 +14,13 @@ from trainer.annotated import PositiveInt, checked
 from trainer.comm.device import count_gpus
 from trainer.errors import EXIT_CODES, ConfigError
 from trainer.launch.failure import find_failure
-from trainer.launch.forkserver import ForkServer, Rank
+from trainer.launch.forkserver import ForkServer
+from trainer.launch.pool import Pool, Process
 from trainer.launch.worker import end_failed
-from trainer.process.environment import Place, detect, refuse_without_loopback, threads_of, variables
+from trainer.process.environment import Place, detect, refuse_without_loopback, variables
 from trainer.process.signals import STOP
 from trainer.process.temporary import sockets_in, temporary_folder
-from trainer.timeouts import INTERRUPT_S, PEERS_S
+from trainer.timeouts import INTERRUPT_S
 
 T = TypeVar("T")
 
@@ -51,16 +52,22 @@ def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"
     devices = checked("launch: devices", devices, PositiveInt | Literal["auto"])
     world = count_gpus("auto") or 1 if devices == "auto" else int(devices)
     refuse_without_loopback()
-    packed = pack(function, args)
-    with temporary_folder() as private, os.fdopen(os.memfd_create("launch"), "wb", buffering=0) as memory:
-        memory.write(packed)
-        name = getattr(function, "__name__", type(function).__name__)
-        with Team(world, name, private, memory.fileno()) as team:
-            team.wait()
-        try:
-            return pickle.loads((private / RESULT).read_bytes())
-        except FileNotFoundError:
-            raise RuntimeError("launch: rank 0 ended without a result") from None
+    name, place = getattr(function, "__name__", type(function).__name__), Place(0, world, 0, world, starts=True)
+    usual = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
+    with ExitStack() as stack:
+        private = stack.enter_context(temporary_folder())
+        memory = stack.enter_context(os.fdopen(os.memfd_create("launch"), "wb", buffering=0))
+        memory.write(pack(function, args))
+        output = stack.enter_context(Output())
+        server = stack.enter_context(closing(ForkServer([name], place, __name__, **usual)))
+
+        def start(own: Place) -> Process:
+            with (private / f"rank{own.rank}.log").open("ab") as log:
+                end = log.fileno() if own.rank else output.write_end
+                return server.fork(variables(own, private), memory.fileno(), end)
+
+        with Pool(place, private, start, output.forward) as pool:
+            return collect(pool, private)
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -88,94 +95,46 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return packed
 
 
-class Team:
-    """The ranks of one `launch`, which end with its context.
+class Output:
+    """Rank 0's output, which this process prints: a notebook shows only what its own process prints."""
 
-    Args:
-        name: Of the function, for `ps`.
-        private: A folder for the store, the logs, the reports of errors, and the result.
-        run: Descriptor of the packed function.
-    """
-
-    def __init__(self, world: int, name: str, private: Path, run: int) -> None:
-        self.world, self.name, self.private, self.run = world, name, private, run
-        self.ranks: dict[int, Rank] = {}
-        self.output, self.decoder = -1, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def __enter__(self) -> "Team":
-        usual = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | dict(os.environ)
-        env = usual | {"OMP_NUM_THREADS": threads_of(self.world), "GLOO_SOCKET_IFNAME": "lo"}
-        self.server = ForkServer([self.name], env, __name__)
-        try:
-            self._start()
-        except BaseException:
-            self.__exit__()
-            raise
+    def __enter__(self) -> "Output":
+        self.read_end, self.write_end = os.pipe()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return self
 
-    def _start(self) -> None:
-        self.output, write_end = os.pipe()
-        for rank in range(self.world):
-            place = Place(rank, self.world, rank, self.world, str(self.private / "store"))
-            with self._log(rank).open("ab") as log:
-                log_or_pipe = log.fileno() if rank else write_end
-                self.ranks[rank] = self.server.fork(variables(place, self.private), self.run, log_or_pipe)
-        os.close(write_end)
-
     def __exit__(self, *_: object) -> None:
-        for rank in self.ranks.values():
-            rank.kill()
-        for rank in self.ranks.values():
-            rank.wait()
-        self.server.close()
-        self._forward(0.0)
-        os.close(self.output)
+        self.forward(0.0)
+        os.close(self.read_end)
+        os.close(self.write_end)
 
-    def wait(self) -> None:
-        """Wait until all ranks have ended.
-
-        Raises:
-            KeyboardInterrupt, RuntimeError, and the errors of `EXIT_CODES`: As in `launch`.
-        """
-        try:
-            codes = self._wait(float("inf"))
-        except KeyboardInterrupt:
-            if all(rank.pid for rank in self.ranks.values()):
-                for rank in self.ranks.values():
-                    rank.send_signal(STOP[0])
-                self._wait(time.monotonic() + INTERRUPT_S)
-            raise
-        if (failure := find_failure(codes, self.ranks, self.private, None, [])) is None:
-            return
-        text = failure.text.removeprefix("echelon: ").rstrip()
-        kind = next((kind for kind, code in EXIT_CODES.items() if code == failure.code), None)
-        if kind:
-            raise kind(text)
-        tail = "" if failure.reported else self._log(failure.rank).read_text(errors="replace")[-TAIL:]
-        raise RuntimeError(f"launch: {text}\n{tail}".rstrip())
-
-    def _wait(self, deadline: float) -> dict[int, int]:
-        """Return the exit codes of the ranks that have ended. Once a rank has failed, the others have 5 s."""
-        codes: dict[int, int] = {}
-        while len(codes) < self.world and time.monotonic() < deadline:
-            self._forward(0.05)
-            codes = {rank: code for rank, process in self.ranks.items() if (code := process.poll()) is not None}
-            if any(codes.values()):
-                deadline = min(deadline, time.monotonic() + PEERS_S)
-        return codes
-
-    def _forward(self, timeout_s: float) -> None:
-        """Print what rank 0 has written: a notebook shows only what its own process prints."""
-        while select.select([self.output], [], [], timeout_s)[0]:
-            if not (text := os.read(self.output, 1 << 16)):
-                time.sleep(timeout_s)  # rank 0 has closed its output
-                break
-            sys.stdout.write(self.decoder.decode(text))
+    def forward(self, timeout_s: float) -> None:
+        """Print what has come, and wait if nothing has."""
+        while select.select([self.read_end], [], [], timeout_s)[0]:
+            sys.stdout.write(self.decoder.decode(os.read(self.read_end, 1 << 16)))
             sys.stdout.flush()
             timeout_s = 0.0
 
-    def _log(self, rank: int) -> Path:
-        return self.private / f"rank{rank}.log"
+
+def collect(pool: Pool, private: Path) -> Any:
+    """Return the result of rank 0, or raise the error of the rank that failed first. At an interrupt, they may save."""
+    try:
+        codes = pool.wait()
+    except KeyboardInterrupt:
+        if all(rank.pid for rank in pool.ranks.values()):
+            pool.send(STOP[0])
+            pool.wait(INTERRUPT_S)
+        raise
+    if failure := find_failure(codes, pool.ranks, private, None, []):
+        text = failure.text.removeprefix("echelon: ").rstrip()
+        if kind := next((kind for kind, code in EXIT_CODES.items() if code == failure.code), None):
+            raise kind(text)
+        tail = "" if failure.reported else (private / f"rank{failure.rank}.log").read_text(errors="replace")[-TAIL:]
+        raise RuntimeError(f"launch: {text}\n{tail}".rstrip())
+    try:
+        return pickle.loads((private / RESULT).read_bytes())
+    except FileNotFoundError:
+        raise RuntimeError("launch: rank 0 ended without a result") from None
 
 
 def run_rank(descriptor: int, argv: list[str]) -> int:
