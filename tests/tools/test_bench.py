@@ -50,6 +50,12 @@ def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["b.json"]
 
 
+def test_a_failure_of_ranks_that_it_starts_is_one_line(tmp_path: Path) -> None:
+    done = command(tmp_path, "--devices", "2", "--accelerator", "cpu", "--backend", "nccl", "--only", "links")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
+    assert done.stderr.startswith("echelon: trainer.backend=nccl: needs CUDA, and this run is on cpu; use ")
+
+
 def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.tools.measure.codecs.SHAPE", (64, 64))

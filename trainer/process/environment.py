@@ -261,7 +261,7 @@ def cores() -> int:
 
 def threads_of(ranks: int) -> str:
     """Return OMP_NUM_THREADS for each of so many ranks on this node: the user's, else an equal share of the cores."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
 
 
 def mark_rank(env: MutableMapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.faults import below
 
 from trainer.process.environment import Place
 from trainer.tools.tune.team import Team, TrialFailed, free_port, in_a_line
@@ -70,27 +71,10 @@ def test_a_failure_on_one_rank_ends_the_trial_alone(team: Team, what: str, reaso
 
 
 def test_a_hang_ends_at_its_limit_with_all_that_it_started(team: Team) -> None:
+    before = below(os.getpid())
     with pytest.raises(TrialFailed, match=r"rank 0: no end within 0\.5 s"):
         team.run({"rank": 0, "what": "child"}, 0.5)
-    assert not team.pids
-    assert len(fine(team)) == team.place.world
-
-
-def test_a_signal_in_the_middle_of_a_fork_is_not_lost(team: Team) -> None:
-    """Python calls functions before and after a fork, and drops what a handler raises in them."""
-    armed = [True]
-    os.register_at_fork(before=lambda: armed and armed.pop() and os.kill(os.getpid(), signal.SIGTERM))
-
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        with pytest.raises(SystemExit):
-            fine(team)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not armed and not team.pids
+    assert below(os.getpid()) == before
     assert len(fine(team)) == team.place.world
 
 
