@@ -62,7 +62,7 @@ def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pyte
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     options = bench.parser().parse_args(["--only", "links", "codecs", "disk", "--disk-mib", "1", "--json", "b.json"])
-    assert bench.run(options, []) == 0
+    assert bench.run(options) == 0
     found = json.loads(Path("b.json").read_text())
     machine = from_json(found["machine"])
     assert (machine.ranks, machine.ranks_per_node, machine.cores_per_rank) == (1, 1, len(os.sched_getaffinity(0)))
@@ -86,7 +86,7 @@ def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pyte
 )
 def test_mistakes_are_refused_before_anything_is_measured(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        bench.run(bench.parser().parse_args(words), words)
+        bench.run(bench.parser().parse_args(words))
     assert str(caught.value).startswith(said)
 
 
@@ -108,7 +108,7 @@ def test_devices_that_contradict_the_launcher_are_refused(
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(env))
     with pytest.raises(ConfigError) as caught:
-        bench.run(bench.parser().parse_args(["--devices", "3"]), [])
+        bench.run(bench.parser().parse_args(["--devices", "3"]))
     why = f"--devices=3: {launcher} rank(s) on this node"
     assert str(caught.value) == f"{why}; let the launcher start as many, or leave --devices out"
 
@@ -122,14 +122,14 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^trainer\.accelerator=cuda: torch sees no CUDA device"):
-        bench.run(bench.parser().parse_args(["--accelerator", "cuda"]), [])
+        bench.run(bench.parser().parse_args(["--accelerator", "cuda"]))
 
 
 def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install 'matplotlib>=3\.9,<4'"):
-        bench.run(bench.parser().parse_args(["--png", "b.png"]), [])
+        bench.run(bench.parser().parse_args(["--png", "b.png"]))
 
 
 def test_a_png(tmp_path: Path) -> None:

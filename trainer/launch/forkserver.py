@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trainer.launch.pool import Process, redirect
 from trainer.process.environment import Place, threads_of
-from trainer.process.exit import die_with_parent, exit_process, run_guarded
+from trainer.process.exit import die_with_parent, exit_process
 from trainer.process.signals import STOP, StartupSignals, undo_inherited
 from trainer.process.stdio import tolerate_closed_pipes
 
@@ -198,6 +198,8 @@ class Server:
         """Run the rank, and end its process."""
         import numpy as np
 
+        from trainer.launch.worker import end_failed
+
         run_rank = importlib.import_module(self.module).run_rank
         os.setsid()
         self.channel.close()
@@ -212,7 +214,11 @@ class Server:
         tolerate_closed_pipes()
         signal.signal(signal.SIGUSR2, ignore_stacks)
         StartupSignals().__enter__()  # to the end of the process
-        exit_process(run_guarded(lambda: run_rank(run, self.argv)))
+        try:
+            code = run_rank(run, self.argv)
+        except BaseException as error:
+            end_failed(error)
+        exit_process(code)
 
 
 def ignore_stacks(*_: object) -> None:

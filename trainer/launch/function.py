@@ -12,11 +12,10 @@ from typing import Any, Literal, TypeVar
 
 from trainer.annotated import PositiveInt, checked
 from trainer.comm.device import count_gpus
-from trainer.errors import EXIT_CODES, ConfigError
+from trainer.errors import EXIT_CODES, ConfigError, RankError
 from trainer.launch.failure import find_failure
 from trainer.launch.forkserver import ForkServer
 from trainer.launch.pool import Pool, Process
-from trainer.launch.worker import end_failed
 from trainer.process.environment import Place, detect, refuse_without_loopback, variables
 from trainer.process.signals import STOP
 from trainer.process.temporary import sockets_in, temporary_folder
@@ -44,7 +43,7 @@ def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"
     Raises:
         ConfigError: The function or its arguments can't be sent, or a rank has raised this error.
         DataError, NumericsError, UnavailableError: A rank has raised this error.
-        RuntimeError: A rank has failed in another way. The message has its traceback.
+        RankError: A rank has failed in another way. The message has its traceback.
         KeyboardInterrupt: This process was interrupted. All ranks have ended.
     """
     if launcher := detect(dict(os.environ)).launcher:
@@ -76,23 +75,28 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     Raises:
         ConfigError: They can't be pickled, or only by cloudpickle, which is missing.
     """
+    dumps = find_dumps()
     try:
-        from cloudpickle import dumps
-    except ImportError:
-        dumps = None
-    try:
-        packed = (dumps or pickle.dumps)((function, args))
+        packed = dumps((function, args))
     except Exception as error:  # of any `__reduce__`
-        if dumps:
+        if dumps is not pickle.dumps:
             reason = f"can't be sent to other processes ({error}); make such objects inside the function"
             raise ConfigError(f"launch: the function or an argument {reason}") from None
         packed = b"__main__"
-    if not dumps and b"__main__" in packed:
+    if dumps is pickle.dumps and b"__main__" in packed:
         raise ConfigError(
             "launch: a function of a notebook or a script is sent by cloudpickle, which is not installed; "
             "pip install 'cloudpickle>=3,<4', or import the function from a module"
         )
     return packed
+
+
+def find_dumps() -> Callable[[Any], bytes]:
+    try:
+        from cloudpickle import dumps
+    except ImportError:
+        return pickle.dumps
+    return dumps
 
 
 class Output:
@@ -130,7 +134,7 @@ def collect(pool: Pool, private: Path) -> Any:
         if kind := next((kind for kind, code in EXIT_CODES.items() if code == failure.code), None):
             raise kind(text)
         tail = "" if failure.reported else (private / f"rank{failure.rank}.log").read_text(errors="replace")[-TAIL:]
-        raise RuntimeError(f"launch: {text}\n{tail}".rstrip())
+        raise RankError(f"{text}\n{tail}".rstrip(), failure.code)
     try:
         return pickle.loads((private / RESULT).read_bytes())
     except FileNotFoundError:
@@ -138,29 +142,22 @@ def collect(pool: Pool, private: Path) -> Any:
 
 
 def run_rank(descriptor: int, argv: list[str]) -> int:
-    """Run the function in a rank that `Team` started. Rank 0 leaves the result in the private folder."""
-    try:
-        sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] a TextIOWrapper
-        private = Path(os.environ["ECHELON_ERROR_FILE"]).parent
-        packed = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # the ranks share the position
-        os.close(descriptor)
-        function, args = pickle.loads(packed)
-        with sockets_in(private):
-            result = function(*args)
-        if os.environ["RANK"] == "0":
-            (private / RESULT).write_bytes(pack_result(result))
-        return 0
-    except BaseException as error:
-        end_failed(error)
+    """Run the function in a rank that `launch` started. Rank 0 leaves the result in the private folder."""
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] a TextIOWrapper
+    private = Path(os.environ["ECHELON_ERROR_FILE"]).parent
+    packed = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # the ranks share the position
+    os.close(descriptor)
+    function, args = pickle.loads(packed)
+    with sockets_in(private):
+        result = function(*args)
+    if os.environ["RANK"] == "0":
+        (private / RESULT).write_bytes(pack_result(result))
+    return 0
 
 
 def pack_result(result: Any) -> bytes:
     try:
-        try:
-            from cloudpickle import dumps
-        except ImportError:
-            from pickle import dumps
-        return dumps(result)
+        return find_dumps()(result)
     except Exception as error:
         kind = type(result).__name__
         raise ConfigError(

@@ -9,21 +9,16 @@ fitted to the times. MB are 1,000,000 bytes.
 """
 
 import argparse
+import importlib
 import os
-import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, exit_code, fold, nearest, refuse_remote, require
+from trainer.errors import ConfigError, nearest, refuse_remote, require
 from trainer.files import refuse_folder, write_json
-from trainer.launch.failure import find_failure
-from trainer.launch.forkserver import ForkServer
-from trainer.launch.pool import Pool
 from trainer.process.arguments import ArgumentParser
-from trainer.process.environment import Place, detect, raise_file_limit, refuse_without_loopback, variables
+from trainer.process.environment import Place, detect, raise_file_limit
 from trainer.process.exit import exit_process, run_guarded
-from trainer.process.temporary import temporary_folder
 from trainer.timeouts import COLLECTIVE_S
 from trainer.tools.measure.plot import draw, require_matplotlib
 
@@ -63,7 +58,7 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
         ranks.close()
 
 
-def run(options: argparse.Namespace, arguments: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Start ranks, or measure as one of them. Return the exit code.
 
     Raises:
@@ -76,39 +71,19 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
         why = f"{place.launcher} started {place.local_world} rank(s) on this node"
         raise ConfigError(f"--devices={options.devices}: {why}; let the launcher start as many, or leave --devices out")
     if not place.launcher and (devices := options.devices or count(options.accelerator)) > 1:
-        return start(arguments, devices)
-    write(bench(place, options), options, place)
+        from trainer.launch.function import launch
+
+        module = importlib.import_module("trainer.tools.bench")  # in a rank, `__main__` is another one
+        launch(module.measure, options, devices=devices)
+    else:
+        measure(options)
     return 0
 
 
-def start(arguments: list[str], devices: int) -> int:
-    """Measure on ranks that this process starts, as those of a run, and print the first failure."""
-    refuse_without_loopback()
-    place = Place(0, devices, 0, devices, starts=True)
-    with (
-        temporary_folder() as private,
-        open(os.devnull) as nothing,
-        closing(ForkServer(arguments, place, "trainer.tools.bench")) as server,
-        Pool(place, private, lambda own: server.fork(variables(own, private), nothing.fileno(), None)) as pool,
-    ):
-        codes = pool.wait()
-        if (failure := find_failure(codes, pool.ranks, private, None, [])) is None:
-            return max(codes.values())
-    print(fold(failure.text).rstrip(), file=sys.stderr)
-    return failure.code
-
-
-def run_rank(_: int, arguments: list[str]) -> int:
-    """Measure as a rank that `start` has started, whose error that process prints."""
-    try:
-        options, place = parser().parse_args(arguments), detect(os.environ)
-        write(bench(place, options), options, place)
-        return 0
-    except BaseException as error:
-        from trainer.launch.worker import report
-
-        report(error)
-        os._exit(exit_code(error))
+def measure(options: argparse.Namespace) -> None:
+    """Measure on this rank and its peers, and write the files. A collective."""
+    place = detect(os.environ)
+    write(bench(place, options), options, place)
 
 
 def count(accelerator: str) -> int:
@@ -174,7 +149,7 @@ def parser() -> ArgumentParser:
 
 def main() -> int:
     options = parser().parse_args()
-    return run_guarded(lambda: run(options, sys.argv[1:]))
+    return run_guarded(lambda: run(options))
 
 
 if __name__ == "__main__":
