@@ -15,7 +15,7 @@ from trainer.process.environment import Place
 
 def pool(folder: Path, world: int, call: Callable[[int], int]) -> Pool:
     place = Place(0, world, 0, world, starts=True)
-    return Pool(place, folder, lambda own: fork(lambda: call(own.rank), folder / f"{own.rank}.log"))
+    return Pool(place, folder, lambda own: fork(own, lambda place: call(place.rank), folder / f"{own.rank}.log"))
 
 
 def gone(pids: set[int]) -> bool:
@@ -85,7 +85,7 @@ def test_a_rank_that_can_not_start_ends_those_before(tmp_path: Path) -> None:
     def start(place: Place) -> Process:
         if place.rank == 2:
             raise OSError("no process left")
-        started.append(fork(lambda: time.sleep(60) or 0))
+        started.append(fork(place, lambda _: time.sleep(60) or 0))
         return started[-1]
 
     before = below(os.getpid())

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.process.environment import Place
-from trainer.process.exit import die_with_parent
+from trainer.process.exit import die_with_parent, run_guarded
 from trainer.process.signals import ASKED, held
 from trainer.timeouts import PEERS_S
 
@@ -61,8 +61,8 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-def fork(call: Callable[[], int], log: Path | None = None) -> Process:
-    """Fork a process that runs `call` and ends with its exit code. It ends with this process at the latest.
+def fork(place: Place, call: Callable[[Place], int], log: Path | None = None) -> Process:
+    """Fork a rank that runs `call(place)`, and ends with its exit code or with this process.
 
     Args:
         log: The file for its output; None: this process's output.
@@ -82,7 +82,9 @@ def fork(call: Callable[[], int], log: Path | None = None) -> Process:
         if log is not None:
             redirect(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
             sys.stdout = sys.stderr = os.fdopen(1, "w")  # the parent's may be pytest's, or a notebook's
-        code = call()
+        if place.store:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        code = run_guarded(lambda: call(place))
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.pool import Pool, fork
+from trainer.launch.pool import Pool, Process, fork
 from trainer.process.environment import Place
 
 
@@ -27,27 +27,28 @@ def run_ranks(world: int, function: Callable[[Place, Path], Any], timeout_s: flo
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as name:
         private = Path(name)
 
-        def start(place: Place) -> Any:
-            return fork(partial(_run, function, place, Path(folder), private), private / f"log-{place.rank}")
+        def start(place: Place) -> Process:
+            return fork(place, partial(_run, function, Path(folder), private), private / f"log-{place.rank}")
 
         with Pool(Place(0, world, 0, world, launcher="test", starts=True), private, start) as pool:
             for codes in pool.watch():
-                for rank in codes.keys() - results.keys():
-                    error = private / f"error-{rank}"
-                    why = error.read_text() if error.exists() else "the process died"
-                    assert not codes[rank], f"rank {rank} of {world}: {why}"
-                    results[rank] = pickle.loads((private / f"result-{rank}").read_bytes())
+                errors = {rank: private / f"error-{rank}" for rank in codes.keys() - results.keys()}
+                first = {rank: error.stat().st_mtime_ns if error.exists() else 0 for rank, error in errors.items()}
+                for rank in sorted(errors, key=first.__getitem__):  # its peers fail after it
+                    result = private / f"result-{rank}"
+                    why = errors[rank].read_text() if first[rank] else "the process died"
+                    assert not codes[rank] and result.exists(), f"rank {rank} of {world}: {why}"
+                    results[rank] = pickle.loads(result.read_bytes())
                 waiting = pool.ranks.keys() - codes.keys()
                 late = waiting and time.monotonic() >= deadline
                 assert not late, f"rank {min(waiting)} of {world} did not end in {timeout_s:.0f} s"
     return [results[rank] for rank in range(world)]
 
 
-def _run(function: Callable[[Place, Path], Any], place: Place, folder: Path, private: Path) -> int:
+def _run(function: Callable[[Place, Path], Any], folder: Path, private: Path, place: Place) -> int:
     import torch
 
     torch.set_num_threads(1)  # the threads of the process that was forked are not here
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.chdir(folder)
     try:
         (private / f"result-{place.rank}").write_bytes(pickle.dumps(function(place, folder)))

@@ -26,6 +26,8 @@ def work(order: dict[str, Any], place: Place) -> dict[str, Any]:
         raise MemoryError
     elif order["what"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif order["what"] == "exit":
+        os._exit(0)
     elif order["what"] == "child":
         if not os.fork():
             time.sleep(60)
@@ -60,6 +62,7 @@ def test_each_rank_answers_from_a_process_of_its_own(team: Team) -> None:
     [
         ("raise", "rank 1: ValueError: odd"),
         ("memory", "rank 1: out of memory"),
+        ("exit", "rank 1: ended with code 0"),
         ("kill", "rank 1: was killed by signal 9, as the kernel does when memory runs out"),
     ],
 )

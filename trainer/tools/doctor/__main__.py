@@ -79,7 +79,7 @@ def start_ranks(place: Place, *args: Any) -> int:
         import torch  # noqa: F401
     with (
         tempfile.TemporaryDirectory(prefix="echelon-doctor-") as private,
-        Pool(place, Path(private), lambda own: fork(lambda: run_forked(own, *args))) as pool,
+        Pool(place, Path(private), lambda own: fork(own, lambda place: run_rank(place, *args))) as pool,
     ):
         codes = pool.wait(peers_s=float("inf"))  # a rank waits for its peers no longer than its own limit
     for rank, code in codes.items():
@@ -87,11 +87,6 @@ def start_ranks(place: Place, *args: Any) -> int:
             name = signal.Signals(-code).name
             print(f"error    rank {rank}: ended by {name}; see the kernel's log", flush=True)
     return max(1 if code < 0 else code for code in codes.values())
-
-
-def run_forked(place: Place, *args: Any) -> int:
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"} if place.store else {}
-    return run_guarded(lambda: run_rank(place, *args))
 
 
 def run(devices: int | None, folder: Path, json_file: Path | None, timeout: float) -> int:

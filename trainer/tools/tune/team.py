@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ class Team:
             private = Path(name)
 
             def start(place: Place) -> Process:
-                return fork(lambda: self._be(place, order, private), self.folder / f"rank{place.rank}.log")
+                return fork(place, partial(self._be, order, private), self.folder / f"rank{place.rank}.log")
 
             with Pool(self.place, private, start) as pool:
                 for codes in pool.watch():
@@ -143,12 +144,10 @@ class Team:
             self.store.set(key, "")
         return own or self.store.check([key])
 
-    def _be(self, place: Place, order: dict[str, Any], private: Path) -> int:
+    def _be(self, order: dict[str, Any], private: Path, place: Place) -> int:
         """Be a rank: run the order and leave the answer."""
         try:
-            if place.store:
-                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            else:
+            if not place.store:
                 os.environ["MASTER_PORT"] = str(order["port"])
             for name in LAUNCHERS_OWN:
                 os.environ.pop(name, None)
@@ -162,8 +161,9 @@ class Team:
 
 def read_answer(private: Path, rank: int, code: int) -> Answer:
     """Return the answer of a rank that has ended."""
-    if code == 0:
-        return json.loads((private / f"answer-{rank}").read_text())
+    answer = private / f"answer-{rank}"
+    if code == 0 and answer.exists():
+        return json.loads(answer.read_text())
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     short = f", {OUT_OF_MEMORY[1]}" if code == -signal.SIGKILL else ""
     return {"error": f"{how}{short}", "of_peer": False}
