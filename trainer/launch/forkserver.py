@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from trainer.launch.pool import Process, redirect
-from trainer.process.environment import Place, threads_of
+from trainer.process.environment import USUAL, Place, threads_of
 from trainer.process.exit import die_with_parent, exit_process
 from trainer.process.signals import STOP, StartupSignals, undo_inherited
 from trainer.process.stdio import tolerate_closed_pipes
@@ -89,13 +89,12 @@ class ForkServer:
         argv: The arguments of the run, which `ps` shows.
         place: The first rank of this node.
         module: Its `run_rank(FD, ARGV)` runs in each rank.
-        env: Variables of all ranks, because libraries may read them as they load.
     """
 
-    def __init__(self, argv: list[str], place: Place, module: str = WORKER, **env: str) -> None:
+    def __init__(self, argv: list[str], place: Place, module: str = WORKER) -> None:
         path = "\n".join([str(Path(__file__).parents[2]), *sys.path])
         self.command = [module, *argv]
-        self.env = NO_GPU | env | {"OMP_NUM_THREADS": threads_of(place.local_world), "ECHELON_PATH": path}
+        self.env = NO_GPU | {"OMP_NUM_THREADS": threads_of(place.local_world), "ECHELON_PATH": path}
         if place.world == place.local_world:
             self.env["GLOO_SOCKET_IFNAME"] = "lo"
         self.starting: set[Rank] = set()
@@ -105,7 +104,7 @@ class ForkServer:
         undo_inherited()
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-c", START, str(theirs.fileno()), *self.command]
-        env = os.environ | self.env | {"ECHELON_PARENT": str(os.getpid())}
+        env = USUAL | os.environ | self.env | {"ECHELON_PARENT": str(os.getpid())}
         self.process = subprocess.Popen(command, env=env, start_new_session=True, pass_fds=[theirs.fileno()])
         theirs.close()
 

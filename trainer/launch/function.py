@@ -52,13 +52,12 @@ def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"
     world = count_gpus("auto") or 1 if devices == "auto" else int(devices)
     refuse_without_loopback()
     name, place = getattr(function, "__name__", type(function).__name__), Place(0, world, 0, world, starts=True)
-    usual = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
     with ExitStack() as stack:
         private = stack.enter_context(temporary_folder())
         memory = stack.enter_context(os.fdopen(os.memfd_create("launch"), "wb", buffering=0))
         memory.write(pack(function, args))
         output = stack.enter_context(Output())
-        server = stack.enter_context(closing(ForkServer([name], place, __name__, **usual)))
+        server = stack.enter_context(closing(ForkServer([name], place, __name__)))
 
         def start(own: Place) -> Process:
             with (private / f"rank{own.rank}.log").open("ab") as log:
