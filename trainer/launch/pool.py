@@ -81,7 +81,7 @@ def fork(place: Place, call: Callable[[Place], int], log: Path | None = None) ->
             signal.signal(number, signal.SIG_DFL)
         if log is not None:
             redirect(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-            sys.stdout = sys.stderr = os.fdopen(1, "w")  # the parent's may be pytest's, or a notebook's
+            sys.stdout = sys.stderr = os.fdopen(1, "w", 1)  # the parent's may be pytest's, or a notebook's
         if place.store:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         code = run_guarded(lambda: call(place))
