@@ -49,6 +49,14 @@ class NumericsError(ArithmeticError):
     """Numbers with which training can't go on. The message names the step and the way out. Exit code 70."""
 
 
+class RankError(RuntimeError):
+    """The failure of a rank that `launch` started, with its traceback or its last words. `code` is its exit code."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(f"launch: {text}")
+        self.text, self.code = text, code
+
+
 FRAME = re.compile(r'^  File "(.*?)", line \d+, in .*(?:\n|\Z)(?:(?:    |  \[Previous line).*(?:\n|\Z))*', re.MULTILINE)
 NAMED = re.compile(r'^ +File "(.*?)", line \d+', re.MULTILINE)  # by frames, and by a SyntaxError
 OWN, STANDARD = (os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, os.__file__))
@@ -66,6 +74,8 @@ def _message(error: BaseException) -> str:
     if isinstance(error, tuple(EXIT_CODES)):
         later = f" ({place})" if place and error.__cause__ else ""  # a first value's place says nothing
         return f"echelon: {printable(str(error))}{later}"
+    if isinstance(error, RankError):
+        return f"echelon: {printable(error.text, keep=chr(10))}"
     trace = printable("".join(traceback.format_exception(error)), keep="\n").rstrip("\n")
     trace += f"\n  {place}" if place else ""
     if is_out_of_memory(error):
@@ -157,6 +167,8 @@ def lacks_shared_memory(error: BaseException) -> bool:
 def exit_code(error: BaseException) -> int:
     if lacks_shared_memory(error):
         return UNAVAILABLE
+    if isinstance(error, RankError):
+        return error.code
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 

@@ -23,7 +23,7 @@ stop_early()
 from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
-from trainer.process.environment import avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
+from trainer.process.environment import USUAL, avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
 from trainer.process.signals import StartupSignals, undo_inherited
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
@@ -256,10 +256,7 @@ def run(config: dict[str, Any], recipe: str, argv: list[str], messages: Sequence
     if early and isinstance(world, int):  # else the plan does this
         split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     show(messages, place.rank)
-    # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Read at the first cuBLAS call. `trainer.deterministic` needs this workspace; 32 MiB is Hopper's default.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.update(USUAL | os.environ)
     avoid_foreign_cache(os.environ)
     from trainer.launch.launcher import start
 

@@ -58,7 +58,6 @@ LOG_EVERY_S = 10.0  # between two lines about a long validation
 REFRESH_S = 0.1  # between two drawings of the bar
 
 # Of a search for a faster config.
-TRIAL_LOOK_S = 0.2  # between two looks at the ranks of other machines
 TRIAL_PEERS_S = 2.0  # until the peers of a failed rank have told their own failure
 TRIAL_RESERVE_S = 60.0  # beyond a trial's own limit, until the processes of other machines have reported
 TRIAL_LEAST_S = 60.0  # of the limit of a trial

@@ -19,13 +19,14 @@ from support.faults import alive, below
 
 from trainer.errors import STOPPED
 from trainer.launch.forkserver import ForkServer, Rank, Server, adopt_orphans
+from trainer.process.environment import Place
 
 OWN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "ECHELON_STORE": ""}
 
 
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
-    server = ForkServer([], {"OMP_NUM_THREADS": "1"})
+    server = ForkServer([], Place())
     yield server
     server.close()
     assert not alive(server.process.pid)
@@ -166,7 +167,7 @@ def test_exit_codes_are_told_where_sigchld_is_ignored(resolved: int, tmp_path: P
     """As a program leaves it to what it starts: the kernel would reap ranks at once."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with contextlib.closing(ForkServer([], {"OMP_NUM_THREADS": "1"})) as server:
+        with contextlib.closing(ForkServer([], Place())) as server:
             assert ended(server.fork(OWN | {"ECHELON_ERROR_FILE": str(tmp_path / "error.json")}, resolved, None)) == 1
     finally:
         signal.signal(signal.SIGCHLD, before)

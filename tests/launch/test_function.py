@@ -14,7 +14,7 @@ from support.faults import alive
 from support.quick import quick
 
 from trainer.checkpoint.locate import checkpoints
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RankError, exit_code, message
 from trainer.launch.function import launch, pack
 
 
@@ -47,17 +47,23 @@ def test_tensors_come_back(tmp_path):
     assert launched(tmp_path, "returns_tensors", 1).out == '{"t": "tensor([0., 1., 2.])", "argument": "1"}\n'
 
 
+def test_a_tool_ends_with_the_words_and_the_code_of_the_rank_that_failed():
+    error = RankError("rank 1 was killed by SIGKILL\nlast words", 137)
+    assert str(error) == "launch: rank 1 was killed by SIGKILL\nlast words"
+    assert (message(error), exit_code(error)) == ("echelon: rank 1 was killed by SIGKILL\nlast words", 137)
+
+
 @pytest.mark.parametrize(
     "name, said",
     quick(
         [
             ("refuses", ["DataError: corpus.txt: is missing; restore it"]),
-            ("fails", ["RuntimeError: launch: rank 1 failed first:", "ZeroDivisionError: trouble"]),
+            ("fails", ["RankError: launch: rank 1 failed first:", "ZeroDivisionError: trouble"]),
             (
                 "fails_in_lockstep",
-                ["RuntimeError: launch: rank 1 failed first:", "OSError: no more memory on this GPU"],
+                ["RankError: launch: rank 1 failed first:", "OSError: no more memory on this GPU"],
             ),
-            ("dies", ["RuntimeError: launch: rank 1 was killed by SIGKILL", "last words"]),
+            ("dies", ["RankError: launch: rank 1 was killed by SIGKILL", "last words"]),
             (
                 "returns_a_lock",
                 ["ConfigError: launch: the function returned a lock, which can't be sent back (cannot pickle"],

@@ -4,8 +4,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from trainer.checkpoint.interval import noted
 from trainer.errors import HUNG, STOPPED
 from trainer.launch.failure import Failure, find_failure
+from trainer.launch.pool import Pool
 from trainer.launch.supervisor import Supervisor
 from trainer.process import heartbeat
 from trainer.process.cgroup import oom_kills
@@ -22,8 +23,8 @@ from trainer.process.environment import Place
 class Clock:
     """In place of the module `time`: one that a sleep moves on."""
 
-    def __init__(self, at: Callable[[float], object] = lambda now: None) -> None:
-        self.now, self.at = 0.0, at
+    def __init__(self) -> None:
+        self.now, self.at = 0.0, Mock()  # at: called with each time
 
     def monotonic(self) -> float:
         return self.now
@@ -35,9 +36,21 @@ class Clock:
         self.at(self.now)
 
 
-def test_ranks_that_do_not_move_are_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.launch.supervisor.time", clock := Clock())
-    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("launch.supervisor", "launch.pool", "process.heartbeat"):
+        monkeypatch.setattr(f"trainer.{module}.time", clock)
+    return clock
+
+
+def pool(clock: Clock, ranks: dict[int, Any]) -> Pool:
+    made = Pool(Place(), Path(), Mock(), clock.sleep)
+    made.ranks = ranks
+    return made
+
+
+def test_ranks_that_do_not_move_are_seen(tmp_path, clock):
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=0.05, start_s=0.2)
     assert not supervisor._is_still(tmp_path)
     clock.sleep(0.1)
@@ -68,16 +81,14 @@ def test_ranks_that_do_not_move_are_seen(tmp_path, monkeypatch):
 def test_a_warning_of_a_batch_system_reaches_ranks_as_sigterm(tmp_path):
     """At SIGUSR2 they would write their stacks and go on."""
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=1, start_s=1)
-    supervisor.ranks = {0: (rank := Mock())}
+    supervisor.pool = pool(Clock(), {0: (rank := Mock())})
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
         supervisor._pass_on(number)
     assert [call.args[0] for call in rank.send_signal.call_args_list] == [signal.SIGUSR1] + [signal.SIGTERM] * 2
 
 
-def test_ranks_whose_folder_a_cleanup_of_tmpdir_has_removed_are_still_seen(tmp_path, monkeypatch):
+def test_ranks_whose_folder_a_cleanup_of_tmpdir_has_removed_are_still_seen(tmp_path, clock):
     """A signal lets them write a checkpoint, and a hang is noticed: neither passes for a run before its first step."""
-    monkeypatch.setattr("trainer.launch.supervisor.time", clock := Clock())
-    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
     private = tmp_path / "private"
     private.mkdir()
@@ -88,9 +99,9 @@ def test_ranks_whose_folder_a_cleanup_of_tmpdir_has_removed_are_still_seen(tmp_p
         clock.sleep(30)
         beat.beat(8)
         assert not supervisor._is_still(private)
-    supervisor.ranks = {0: Mock(**{"poll.side_effect": [None, None, STOPPED, STOPPED]})}
+    supervisor.pool = pool(clock, {0: Mock(**{"poll.side_effect": [None, None, STOPPED, STOPPED]})})
     supervisor._pass_on(signal.SIGTERM)
-    assert supervisor._wait(private) == {0: STOPPED}
+    assert supervisor._wait(supervisor.pool, private) == {0: STOPPED}
     clock.sleep(0.5)
     for _ in range(41):
         clock.sleep(1)
@@ -98,10 +109,8 @@ def test_ranks_whose_folder_a_cleanup_of_tmpdir_has_removed_are_still_seen(tmp_p
     assert still
 
 
-def test_time_in_which_all_are_suspended_does_not_count(tmp_path, monkeypatch):
+def test_time_in_which_all_are_suspended_does_not_count(tmp_path, clock):
     """As by `scontrol suspend`: the ranks have as long again when the supervisor wakes."""
-    monkeypatch.setattr("trainer.launch.supervisor.time", clock := Clock())
-    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
     heartbeat.Heartbeat(str(tmp_path / "heartbeat-0")).beat(7)
     seen = []
@@ -112,56 +121,51 @@ def test_time_in_which_all_are_suspended_does_not_count(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("moves_s", "ends_s"), [(0, 45), (200, 225)])
-def test_rank_0_may_complete_a_checkpoint_as_long_as_that_moves(tmp_path, monkeypatch, moves_s, ends_s):
+def test_rank_0_may_complete_a_checkpoint_as_long_as_that_moves(tmp_path, clock, moves_s, ends_s):
     """Rank 1 was killed; the disk takes a piece every 30 s until it hangs."""
 
     def at(now: float) -> None:
         if now // 30 > (now - 0.05) // 30 and now < moves_s:
             beat.beat(busy=True)
 
-    clock = Clock(at)
-    monkeypatch.setattr("trainer.launch.supervisor.time", clock)
-    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
     writes, killed = Mock(**{"poll.return_value": None}), Mock(**{"poll.return_value": -9}, returncode=-9)
-    supervisor.ranks = {0: writes, 1: killed}
     beat = heartbeat.Heartbeat(str(tmp_path / "heartbeat-0"))
     beat.beat(7)
     beat.beat(busy=True)
     heartbeat.Heartbeat(str(tmp_path / "heartbeat-1")).beat(7, patience_s=86400)  # what it asked for counts no more
     clock.at = lambda now: (at(now), None if now < 900 else pytest.fail("waits for ever"))
-    assert supervisor._wait(tmp_path) == {1: -9}
+    assert supervisor._wait(pool(clock, {0: writes, 1: killed}), tmp_path) == {1: -9}
     writes.send_signal.assert_called_once_with(signal.SIGUSR2)
     assert ends_s <= clock.now < ends_s + 10
 
 
 @pytest.mark.parametrize("code", [0, STOPPED])
-def test_a_rank_that_does_not_end_when_others_have_is_seen(code, tmp_path, monkeypatch):
+def test_a_rank_that_does_not_end_when_others_have_is_seen(code, tmp_path, clock):
     """As a thread of the user's may keep it; no collective waits for it any more."""
-    clock = Clock(lambda now: None if now < 900 else pytest.fail("waits for ever"))
-    monkeypatch.setattr("trainer.launch.supervisor.time", clock)
-    monkeypatch.setattr("trainer.process.heartbeat.time", clock)
+    clock.at = lambda now: None if now < 900 else pytest.fail("waits for ever")
     supervisor = Supervisor(lambda moved: "", [], Place(), tmp_path / "logs", str, 3, still_s=40, start_s=60)
     hangs, ended = Mock(**{"poll.return_value": None}), Mock(**{"poll.return_value": code}, returncode=code)
-    supervisor.ranks = {0: ended, 1: ended, 2: hangs, 3: hangs}
-    for rank in supervisor.ranks:
+    ranks = {0: ended, 1: ended, 2: hangs, 3: hangs}
+    for rank in ranks:
         heartbeat.Heartbeat(str(tmp_path / f"heartbeat-{rank}")).beat(7)
-    codes = supervisor._wait(tmp_path)
+    codes = supervisor._wait(pool(clock, ranks), tmp_path)
     assert codes == {0: code, 1: code} and 40 <= clock.now < 50
     hangs.send_signal.assert_called_with(signal.SIGUSR2)
-    failure = find_failure(codes, supervisor.ranks, tmp_path, Path("logs"), [])
+    failure = find_failure(codes, ranks, tmp_path, Path("logs"), [])
     told = "echelon: rank(s) 2, 3 did not end after the others; their stacks are in logs"
     assert failure == Failure(2, told, HUNG, False)
 
 
 def test_all_ranks_are_killed_before_one_is_waited_for(tmp_path, monkeypatch):
     """One that waits for a network's disk can't be killed until that answers."""
-    supervisor, done = Supervisor(lambda moved: "", [], Place(0, 3, 0, 3), tmp_path, str, 3, 40, 60), []
+    place, done = Place(0, 3, 0, 3, starts=True), []
+    supervisor = Supervisor(lambda moved: "", [], place, tmp_path, str, 3, 40, 60)
 
-    def start(resolved: int, local_rank: int, attempt: int, private: Path) -> None:
+    def start(run: int, attempt: int, private: Path, place: Place) -> Mock:
         process = Mock(**{"poll.return_value": -9}, returncode=-9)
         process.kill, process.wait = (lambda name=name: done.append(name) for name in ("kill", "wait"))
-        supervisor.ranks[local_rank] = process
+        return process
 
     monkeypatch.setattr(supervisor, "_start", start)
     assert supervisor._attempt(0) is None
@@ -178,15 +182,17 @@ def test_a_kill_for_want_of_memory_before_the_first_step_is_final(step, grows, c
     vmstat = tmp_path / "proc" / "vmstat"
     vmstat.write_text("nr_free_pages 7\noom_kill 3\n")
     monkeypatch.setattr("trainer.launch.supervisor.oom_kills", lambda: oom_kills(tmp_path / "proc", tmp_path / "sys"))
-    supervisor = Supervisor(lambda moved: "", [], Place(0, 2, 0, 2), tmp_path / "logs", str, 3, 40, 60)
+    place = Place(0, 2, 0, 2, starts=True)
+    supervisor = Supervisor(lambda moved: "", [], place, tmp_path / "logs", str, 3, 40, 60)
 
-    def start(run: int, local_rank: int, attempt: int, private: Path) -> None:
-        beat = heartbeat.Heartbeat(str(private / f"heartbeat-{local_rank}"))
+    def start(run: int, attempt: int, private: Path, place: Place) -> "subprocess.Popen[bytes]":
+        beat = heartbeat.Heartbeat(str(private / f"heartbeat-{place.rank}"))
         beat.beat(0), beat.beat(step)
-        supervisor.ranks[local_rank] = process = subprocess.Popen(["sleep", "60"])  # pyright: ignore[reportArgumentType]
-        if local_rank:
+        process = subprocess.Popen(["sleep", "60"])
+        if place.rank:
             process.kill()
             vmstat.write_text(f"nr_free_pages 7\noom_kill {3 + grows}\n")
+        return process
 
     monkeypatch.setattr(supervisor, "_start", start)
     monkeypatch.setattr("trainer.launch.supervisor.PEERS_S", 0.0)

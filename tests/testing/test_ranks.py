@@ -25,3 +25,10 @@ def test_a_rank_that_hangs_or_dies_is_named():
         run_ranks(2, lambda place, folder: time.sleep(60 * place.rank), 0.3)
     with pytest.raises(AssertionError, match="rank 0 of 1: the process died"):
         run_ranks(1, lambda place, folder: os.kill(os.getpid(), 9), 60)
+    with pytest.raises(AssertionError, match="rank 0 of 1: the process died"):
+        run_ranks(1, lambda place, folder: os._exit(0), 60)
+
+
+def test_an_error_is_told_with_its_rank_and_its_frames():
+    with pytest.raises(AssertionError, match=r"(?s)^rank 1 of 2: Traceback .*ZeroDivisionError: division by zero$"):
+        run_ranks(2, lambda place, folder: 1 / (1 - place.rank) and time.sleep(60), 60)

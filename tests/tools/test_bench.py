@@ -50,13 +50,19 @@ def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["b.json"]
 
 
+def test_a_failure_of_ranks_that_it_starts_is_one_line(tmp_path: Path) -> None:
+    done = command(tmp_path, "--devices", "2", "--accelerator", "cpu", "--backend", "nccl", "--only", "links")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
+    assert done.stderr.startswith("echelon: trainer.backend=nccl: needs CUDA, and this run is on cpu; use ")
+
+
 def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.tools.measure.codecs.SHAPE", (64, 64))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     options = bench.parser().parse_args(["--only", "links", "codecs", "disk", "--disk-mib", "1", "--json", "b.json"])
-    assert bench.run(options, []) == 0
+    assert bench.run(options) == 0
     found = json.loads(Path("b.json").read_text())
     machine = from_json(found["machine"])
     assert (machine.ranks, machine.ranks_per_node, machine.cores_per_rank) == (1, 1, len(os.sched_getaffinity(0)))
@@ -80,7 +86,7 @@ def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pyte
 )
 def test_mistakes_are_refused_before_anything_is_measured(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        bench.run(bench.parser().parse_args(words), words)
+        bench.run(bench.parser().parse_args(words))
     assert str(caught.value).startswith(said)
 
 
@@ -102,7 +108,7 @@ def test_devices_that_contradict_the_launcher_are_refused(
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(env))
     with pytest.raises(ConfigError) as caught:
-        bench.run(bench.parser().parse_args(["--devices", "3"]), [])
+        bench.run(bench.parser().parse_args(["--devices", "3"]))
     why = f"--devices=3: {launcher} rank(s) on this node"
     assert str(caught.value) == f"{why}; let the launcher start as many, or leave --devices out"
 
@@ -116,14 +122,14 @@ def test_a_mistake_is_one_line(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"^trainer\.accelerator=cuda: torch sees no CUDA device"):
-        bench.run(bench.parser().parse_args(["--accelerator", "cuda"]), [])
+        bench.run(bench.parser().parse_args(["--accelerator", "cuda"]))
 
 
 def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install 'matplotlib>=3\.9,<4'"):
-        bench.run(bench.parser().parse_args(["--png", "b.png"]), [])
+        bench.run(bench.parser().parse_args(["--png", "b.png"]))
 
 
 def test_a_png(tmp_path: Path) -> None:

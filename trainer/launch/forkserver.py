@@ -14,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.process.exit import die_with_parent, exit_process, run_guarded
+from trainer.launch.pool import Process, redirect
+from trainer.process.environment import USUAL, Place, threads_of
+from trainer.process.exit import die_with_parent, exit_process
 from trainer.process.signals import STOP, StartupSignals, undo_inherited
 from trainer.process.stdio import tolerate_closed_pipes
 
@@ -26,10 +28,8 @@ LOADED = (WORKER, "torch._dynamo")
 NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
-class Rank:
-    """A child of this process that a `ForkServer` forks, with methods of `subprocess.Popen`.
-
-    A rank that has ended stays a zombie until `wait`, so no other process takes its number.
+class Rank(Process):
+    """A process that a `ForkServer` forks.
 
     Args:
         server: Forks the rank.
@@ -37,45 +37,30 @@ class Rank:
     """
 
     def __init__(self, server: "ForkServer", pid_pipe: int) -> None:
+        super().__init__(None)  # until the fork; 0 if that failed
         self.server, self.pid_pipe = server, pid_pipe
-        self.pid: int | None = None  # None before the fork; 0 if the fork failed
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the rank runs. For one thread only.
-
-        If a signal killed the rank, kill the rest of its process group, since the rank can't.
-        """
         if self.pid is None:
             self._read_pid(0)
         if not self.pid:
             return None if self.pid is None else -signal.SIGKILL
-        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is None or end.si_code == os.CLD_EXITED:
-            return end and end.si_status
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        return -end.si_status
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the rank. A rank that is not forked yet has nothing to stop."""
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        return super().poll()
 
     def kill(self) -> None:
-        """Kill the rank; first the server, if it has not forked the rank yet."""
-        if self.poll() is None and self.pid is None:
-            self.server.close()
-            self._read_pid(None)
-        self.send_signal(signal.SIGKILL)
+        """Kill the rank; first the server, if it has not forked the rank yet.
+
+        A rank that has ended by itself may have left a process behind, such as an upload, which lives on.
+        """
+        if self.poll() is None:
+            if self.pid is None:
+                self.server.close()
+                self._read_pid(None)
+            self.send_signal(signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait until the rank has ended, after `kill`."""
         os.close(self.pid_pipe)
-        if self.pid:
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-            self.poll()
-            os.waitpid(self.pid, 0)
+        super().wait()
 
     def _read_pid(self, timeout_ms: int | None) -> None:
         closed = select.poll()
@@ -102,25 +87,35 @@ class ForkServer:
 
     Args:
         argv: The arguments of the run, which `ps` shows.
-        env: Variables of all ranks, because libraries may read them as they load.
+        place: The first rank of this node.
         module: Its `run_rank(FD, ARGV)` runs in each rank.
     """
 
-    def __init__(self, argv: list[str], env: dict[str, str], module: str = WORKER) -> None:
+    def __init__(self, argv: list[str], place: Place, module: str = WORKER) -> None:
+        path = "\n".join([str(Path(__file__).parents[2]), *sys.path])
+        self.command = [module, *argv]
+        self.env = NO_GPU | {"OMP_NUM_THREADS": threads_of(place.local_world), "ECHELON_PATH": path}
+        if place.world == place.local_world:
+            self.env["GLOO_SOCKET_IFNAME"] = "lo"
+        self.starting: set[Rank] = set()
+        self._start()
+
+    def _start(self) -> None:
         undo_inherited()
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-c", START, str(theirs.fileno()), module, *argv]
-        path = "\n".join([str(Path(__file__).parents[2]), *sys.path])
-        env = os.environ | NO_GPU | env | {"ECHELON_PARENT": str(os.getpid()), "ECHELON_PATH": path}
+        command = [sys.executable, "-c", START, str(theirs.fileno()), *self.command]
+        env = USUAL | os.environ | self.env | {"ECHELON_PARENT": str(os.getpid())}
         self.process = subprocess.Popen(command, env=env, start_new_session=True, pass_fds=[theirs.fileno()])
         theirs.close()
-        self.starting: set[Rank] = set()
 
     def fork(self, env: dict[str, str], run: int, log: int | None) -> Rank:
         """Fork a rank that runs `run_rank(FD, ARGV)`, where FD is its own descriptor of the file `run`.
 
-        Its output goes to `log`; if that is None, to the output of this process.
+        Its output goes to `log`; if that is None, to the output of this process. A server that has died is replaced.
         """
+        if self.process.poll() is not None:
+            self.channel.close()
+            self._start()
         adopt_orphans(True)
         pid_pipe, write_end = os.pipe()
         self.starting.add(rank := Rank(self, pid_pipe))
@@ -202,6 +197,8 @@ class Server:
         """Run the rank, and end its process."""
         import numpy as np
 
+        from trainer.launch.worker import end_failed
+
         run_rank = importlib.import_module(self.module).run_rank
         os.setsid()
         self.channel.close()
@@ -210,15 +207,17 @@ class Server:
         gc.enable()
         np.random.seed()  # else all ranks would draw the same numbers
         for descriptor in log:
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            os.close(descriptor)
+            redirect(descriptor)
         os.environ |= env
         die_with_parent(int(os.environ["ECHELON_PARENT"]))
         tolerate_closed_pipes()
         signal.signal(signal.SIGUSR2, ignore_stacks)
         StartupSignals().__enter__()  # to the end of the process
-        exit_process(run_guarded(lambda: run_rank(run, self.argv)))
+        try:
+            code = run_rank(run, self.argv)
+        except BaseException as error:
+            end_failed(error)
+        exit_process(code)
 
 
 def ignore_stacks(*_: object) -> None:

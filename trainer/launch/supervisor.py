@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,11 +16,12 @@ from trainer.errors import STOPPED, fold
 from trainer.files import Appended
 from trainer.launch.failure import blame_memory, find_failure
 from trainer.launch.flight_recorder import find_mismatch
-from trainer.launch.forkserver import ForkServer, Rank
+from trainer.launch.forkserver import ForkServer
+from trainer.launch.pool import Pool, Process
 from trainer.launch.restart_policy import RestartPolicy
 from trainer.process.cgroup import oom_kills
 from trainer.process.crash import summarize_crash
-from trainer.process.environment import Place, threads_of, variables
+from trainer.process.environment import Place, variables
 from trainer.process.heartbeat import Beat, last, read
 from trainer.process.signals import EARLY, WARNINGS, SignalListener
 from trainer.process.stdio import show_cursor
@@ -61,8 +63,7 @@ class Supervisor:
         self.describe_run, self.argv, self.place = describe_run, argv, place
         self.logs, self.resume_hint, self.still_s, self.start_s = logs, resume_hint, still_s, start_s
         self.policy = RestartPolicy(restarts)
-        self.server: ForkServer | None = None
-        self.ranks: dict[int, Rank] = {}
+        self.pool: Pool | None = None  # the ranks of this attempt
         self.beats: dict[str, BinaryIO] = {}  # the ranks' heartbeat files of this attempt
         self.passed: list[int] = []  # signals to stop
         self.moved = False  # an attempt has made a step, so the next one resumes from its checkpoints
@@ -72,16 +73,16 @@ class Supervisor:
 
     def run(self) -> int:
         """Run attempts until one succeeds or the policy gives up, and return the run's exit code."""
-        with SignalListener(self._pass_on), contextlib.closing(self.events):
-            try:
-                for attempt in itertools.count():
-                    code = self._attempt(attempt)
-                    if code is not None:
-                        return code
-                    self._pause(self.policy.pause_s)
-            finally:
-                if self.server:
-                    self.server.close()
+        with (
+            SignalListener(self._pass_on),
+            contextlib.closing(self.events),
+            contextlib.closing(ForkServer(self.argv, self.place)) as self.server,
+        ):
+            for attempt in itertools.count():
+                code = self._attempt(attempt)
+                if code is not None:
+                    return code
+                self._pause(self.policy.pause_s)
         raise AssertionError("unreachable")
 
     def _attempt(self, attempt: int) -> int | None:
@@ -92,21 +93,14 @@ class Supervisor:
             self.started, self.began = time.time(), time.monotonic()
             self.looked, kills, self.beats = self.began, oom_kills(), {}
             memory.write(self.describe_run(self.moved).encode())
-            try:
-                for local_rank in range(self.place.local_world):
-                    self._start(memory.fileno(), local_rank, attempt, private)
-                codes = self._wait(private)
-            finally:
-                for process in self.ranks.values():
-                    process.kill()
-                for process in self.ranks.values():
-                    process.wait()
-                ranks, self.ranks = list(self.ranks), {}
+            self.pool = Pool(self.place, private, partial(self._start, memory.fileno(), attempt, private))
+            with self.pool:
+                codes = self._wait(self.pool, private)
             if codes is None:
                 name = signal.Signals(self.passed[0]).name if self.passed else "a signal to a rank"
                 print(f"echelon: {name}: {EARLY}{self.resume_hint()}", file=sys.stderr, flush=True)
                 return 130 if name == "SIGINT" else STOPPED
-            failure = find_failure(codes, ranks, private, self.logs, self.passed)
+            failure = find_failure(codes, self.pool.ranks, private, self.logs, self.passed)
             if failure is None:
                 return max(codes.values())
             failure = blame_memory(failure) if oom_kills() > kills else failure
@@ -126,40 +120,26 @@ class Supervisor:
         print(*filter(None, (text, mismatch, decision)), sep="\n", file=sys.stderr, flush=True)
         return code or None
 
-    def _start(self, run: int, local_rank: int, attempt: int, private: Path) -> None:
-        rank, world, local_world = self.place.rank + local_rank, self.place.world, self.place.local_world
-        alone = world == local_world
-        place = Place(rank, world, local_rank, local_world, str(private / "store") if alone else "")
-        if self.server is None or self.server.process.poll() is not None:
-            interface = {"GLOO_SOCKET_IFNAME": "lo"} if alone else {}
-            self.server = ForkServer(self.argv, {"OMP_NUM_THREADS": threads_of(local_world), **interface})
-        env = {
-            **variables(place, private),
-            "ECHELON_ATTEMPT": str(attempt),
-            "ECHELON_HEARTBEAT": str(private / f"heartbeat-{rank}"),
-        }
-        with open(self.logs / f"rank{rank}.log", "ab") as log:
-            self.ranks[rank] = self.server.fork(env, run, log.fileno() if rank else None)
+    def _start(self, run: int, attempt: int, private: Path, place: Place) -> Process:
+        heartbeat = str(private / f"heartbeat-{place.rank}")
+        env = {**variables(place, private), "ECHELON_ATTEMPT": str(attempt), "ECHELON_HEARTBEAT": heartbeat}
+        with open(self.logs / f"rank{place.rank}.log", "ab") as log:
+            return self.server.fork(env, run, log.fileno() if place.rank else None)
 
     def _pass_on(self, number: int) -> None:
         self.passed.append(number)
-        self._send(signal.SIGTERM if number in WARNINGS else number)  # at SIGUSR2 ranks write their stacks
+        if self.pool:
+            self.pool.send(signal.SIGTERM if number in WARNINGS else number)  # at SIGUSR2 ranks write their stacks
 
-    def _send(self, number: int) -> None:
-        for process in list(self.ranks.values()):
-            process.send_signal(number)
-
-    def _wait(self, private: Path) -> dict[int, int] | None:
+    def _wait(self, pool: Pool, private: Path) -> Mapping[int, int] | None:
         """Return the exit codes of the ranks that end by themselves; None for a stop before the first step.
 
         Once a rank has failed, the others have 5 s, or longer while rank 0 writes a checkpoint that grows. Ranks that
         have not ended by then write their stacks into their logs, and have no code.
         """
-        codes: dict[int, int] = {}
+        codes: Mapping[int, int] = {}
         deadline = float("inf")
-        while len(codes) < len(self.ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            codes = {rank: code for rank, process in self.ranks.items() if (code := process.poll()) is not None}
+        for codes in pool.watch():
             if (self.passed or STOPPED in codes.values()) and not any(map(read, self._heartbeats(private).values())):
                 return None
             if set(codes.values()) <= {0, STOPPED}:
@@ -169,8 +149,10 @@ class Supervisor:
                 0 not in codes and self._completes(last(self._heartbeats(private).get("heartbeat-0", private)))
             ):
                 deadline = time.monotonic() + PEERS_S
-        if len(codes) < len(self.ranks):
-            self._send(signal.SIGUSR2)
+            if time.monotonic() >= deadline:
+                break
+        if len(codes) < len(pool.ranks):
+            pool.send(signal.SIGUSR2)
             time.sleep(STACKS_S)
         return codes
 

@@ -27,17 +27,14 @@ def run_rank(descriptor: int, argv: list[str]) -> int:
     """Run a rank that a `Supervisor` started. If it fails, the supervisor reads the report."""
     faulthandler.enable()
     mark_rank(os.environ)
-    try:
-        config, spec = read_run(descriptor)
-        run_dir = Path(config["trainer"]["run_dir"])
-        log_file = run_dir / "logs" / f"rank{os.environ['RANK']}.log"
-        faulthandler.register(signal.SIGUSR2, log_file.open("a"), chain=True)  # all stacks, for the supervisor
-        alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]  # else srun reports another node's failure
-        with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # a folder that the supervisor removes
-            run = train if alone else train_or_wait
-            return run(config, run_dir.name, argv, spec=spec, on_error=report, end_failed=end_failed)
-    except BaseException as error:
-        end_failed(error)
+    config, spec = read_run(descriptor)
+    run_dir = Path(config["trainer"]["run_dir"])
+    log_file = run_dir / "logs" / f"rank{os.environ['RANK']}.log"
+    faulthandler.register(signal.SIGUSR2, log_file.open("a"), chain=True)  # all stacks, for the supervisor
+    alone = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]  # else srun reports another node's failure
+    with sockets_in(Path(os.environ["ECHELON_ERROR_FILE"]).parent):  # a folder that the supervisor removes
+        run = train if alone else train_or_wait
+        return run(config, run_dir.name, argv, spec=spec, on_error=report, end_failed=end_failed)
 
 
 def end_failed(error: BaseException) -> NoReturn:

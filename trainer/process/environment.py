@@ -16,6 +16,12 @@ from trainer.errors import ConfigError
 
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: ranks meet in a new store each time
 MARK = "ECHELON_RANK_PROCESS"  # the number of the process that is a rank
+USUAL = {
+    # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.
+    "OMP_WAIT_POLICY": "passive",
+    # Read at the first cuBLAS call. `trainer.deterministic` needs this workspace; 32 MiB is Hopper's default.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}  # of a process that trains, unless the user has set them
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALRANKID")
 OF_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "SLURM_STEP_", "SLURM_PROCID")  # begin their variables
 OF_OURS = ("STORE", "ERROR_FILE", "PARENT", "ATTEMPT", "HEARTBEAT", "RANK_PROCESS")
@@ -261,7 +267,7 @@ def cores() -> int:
 
 def threads_of(ranks: int) -> str:
     """Return OMP_NUM_THREADS for each of so many ranks on this node: the user's, else an equal share of the cores."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
 
 
 def mark_rank(env: MutableMapping[str, str]) -> None:

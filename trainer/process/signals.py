@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import STOPPED
@@ -47,6 +47,27 @@ def handled_signals() -> list[signal.Signals]:
     """
     asked = [n for n in ASKED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return asked + [n for n in WARNINGS if signal.getsignal(n) in (signal.SIG_DFL, ignore)]
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Hold back signals whose handlers may raise, as in a fork: Python drops what a handler raises there.
+
+    Blocking them would not do: another thread takes a signal that this one blocks.
+    """
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: handler for number in ASKED if main and callable(handler := signal.getsignal(number))}
+    before = {number: handler for number, handler in before.items() if handler is not ignore}
+    try:
+        for number in before:
+            signal.signal(number, lambda which, _: came.append(which))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 class SignalListener:

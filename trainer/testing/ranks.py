@@ -1,18 +1,17 @@
 """Runs a function on several real processes that talk through gloo."""
 
-import multiprocessing
 import os
-import sys
+import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.launch.pool import Pool, Process, fork
 from trainer.process.environment import Place
-from trainer.process.exit import die_with_parent
 
 
 def run_ranks(world: int, function: Callable[[Place, Path], Any], timeout_s: float) -> list[Any]:
@@ -23,55 +22,37 @@ def run_ranks(world: int, function: Callable[[Place, Path], Any], timeout_s: flo
     Raises:
         AssertionError: A rank failed, or took too long. The message has its error.
     """
-    context: Any = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as name:
-        folder, ranks = Path(name), []
-        try:
-            for rank in range(world):
-                ours, theirs = context.Pipe(duplex=False)
-                place = Place(rank, world, rank, world, f"{folder}/store", "test") if world > 1 else Place()
-                process = context.Process(target=_run, args=(theirs, function, place, folder), daemon=True)
-                process.start()
-                theirs.close()
-                ranks.append((process, ours))
-            return _collect([pipe for _, pipe in ranks], time.monotonic() + timeout_s, timeout_s)
-        finally:
-            for process, pipe in ranks:
-                pipe.close()
-                process.kill()
-                process.join()
-
-
-def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [rank for rank in range(len(pipes)) if rank not in results]
-        ready = wait([pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
-        assert ready, f"rank {waiting[0]} of {len(pipes)} did not end in {timeout_s:.0f} s"
-        for rank in (rank for rank in waiting if pipes[rank] in ready):
-            try:
-                failed, results[rank] = pipes[rank].recv()
-            except EOFError:
-                failed, results[rank] = True, "the process died"
-            assert not failed, f"rank {rank} of {len(pipes)}: {results[rank]}"
-    return [results[rank] for rank in range(len(pipes))]
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as name:
+        private = Path(name)
+
+        def start(place: Place) -> Process:
+            return fork(place, partial(_run, function, Path(folder), private), private / f"log-{place.rank}")
+
+        with Pool(Place(0, world, 0, world, launcher="test", starts=True), private, start) as pool:
+            for codes in pool.watch():
+                errors = {rank: private / f"error-{rank}" for rank in codes.keys() - results.keys()}
+                first = {rank: error.stat().st_mtime_ns if error.exists() else 0 for rank, error in errors.items()}
+                for rank in sorted(errors, key=first.__getitem__):  # its peers fail after it
+                    result = private / f"result-{rank}"
+                    why = errors[rank].read_text() if first[rank] else "the process died"
+                    assert not codes[rank] and result.exists(), f"rank {rank} of {world}: {why}"
+                    results[rank] = pickle.loads(result.read_bytes())
+                waiting = pool.ranks.keys() - codes.keys()
+                late = waiting and time.monotonic() >= deadline
+                assert not late, f"rank {min(waiting)} of {world} did not end in {timeout_s:.0f} s"
+    return [results[rank] for rank in range(world)]
 
 
-def _run(pipe: Connection, function: Callable[[Place, Path], Any], place: Place, folder: Path) -> None:
-    die_with_parent()
+def _run(function: Callable[[Place, Path], Any], folder: Path, private: Path, place: Place) -> int:
     import torch
 
     torch.set_num_threads(1)  # the threads of the process that was forked are not here
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.chdir(folder)
-    log = os.open(folder / f"output-{place.rank}", os.O_CREAT | os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout = sys.stderr = os.fdopen(log, "w")  # pytest has put others there
     try:
-        pipe.send((False, function(place, folder)))
+        (private / f"result-{place.rank}").write_bytes(pickle.dumps(function(place, folder)))
     except BaseException as error:
-        pipe.send((True, "".join(traceback.format_exception(error)).rstrip()))
-    os._exit(0)
+        (private / f"error-{place.rank}").write_text("".join(traceback.format_exception(error)).rstrip())
+        return 1
+    return 0

@@ -9,19 +9,18 @@ fitted to the times. MB are 1,000,000 bytes.
 """
 
 import argparse
+import importlib
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, exit_code, nearest, refuse_remote, require
+from trainer.errors import ConfigError, nearest, refuse_remote, require
 from trainer.files import refuse_folder, write_json
 from trainer.process.arguments import ArgumentParser
 from trainer.process.environment import Place, detect, raise_file_limit
-from trainer.process.exit import die_with_parent, exit_process, run_guarded
+from trainer.process.exit import exit_process, run_guarded
 from trainer.timeouts import COLLECTIVE_S
 from trainer.tools.measure.plot import draw, require_matplotlib
-from trainer.tools.measure.ranks import start
 
 ALL = ("links", "codecs", "copies", "matmul", "disk", "shards")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
@@ -59,7 +58,7 @@ def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
         ranks.close()
 
 
-def run(options: argparse.Namespace, arguments: list[str]) -> int:
+def run(options: argparse.Namespace) -> int:
     """Start ranks, or measure as one of them. Return the exit code.
 
     Raises:
@@ -71,22 +70,20 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     if place.launcher and options.devices not in (None, place.local_world):
         why = f"{place.launcher} started {place.local_world} rank(s) on this node"
         raise ConfigError(f"--devices={options.devices}: {why}; let the launcher start as many, or leave --devices out")
-    if not place.launcher:
-        devices = options.devices or count(options.accelerator)
-        if devices > 1:
-            return start("trainer.tools.bench", arguments, devices)
-    if place.launcher == "echelon":
-        die_with_parent(int(os.environ["ECHELON_PARENT"]))
-        try:
-            write(bench(place, options), options, place)
-        except BaseException as error:
-            from trainer.launch.worker import report
+    if not place.launcher and (devices := options.devices or count(options.accelerator)) > 1:
+        from trainer.launch.function import launch
 
-            report(error)
-            os._exit(exit_code(error))
+        module = importlib.import_module("trainer.tools.bench")  # in a rank, `__main__` is another one
+        launch(module.measure, options, devices=devices)
     else:
-        write(bench(place, options), options, place)
+        measure(options)
     return 0
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure on this rank and its peers, and write the files. A collective."""
+    place = detect(os.environ)
+    write(bench(place, options), options, place)
 
 
 def count(accelerator: str) -> int:
@@ -152,7 +149,7 @@ def parser() -> ArgumentParser:
 
 def main() -> int:
     options = parser().parse_args()
-    return run_guarded(lambda: run(options, sys.argv[1:]))
+    return run_guarded(lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.faults import below
 
 from trainer.process.environment import Place
 from trainer.tools.tune.team import Team, TrialFailed, free_port, in_a_line
@@ -25,6 +26,8 @@ def work(order: dict[str, Any], place: Place) -> dict[str, Any]:
         raise MemoryError
     elif order["what"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif order["what"] == "exit":
+        os._exit(0)
     elif order["what"] == "child":
         if not os.fork():
             time.sleep(60)
@@ -59,6 +62,7 @@ def test_each_rank_answers_from_a_process_of_its_own(team: Team) -> None:
     [
         ("raise", "rank 1: ValueError: odd"),
         ("memory", "rank 1: out of memory"),
+        ("exit", "rank 1: ended with code 0"),
         ("kill", "rank 1: was killed by signal 9, as the kernel does when memory runs out"),
     ],
 )
@@ -70,27 +74,10 @@ def test_a_failure_on_one_rank_ends_the_trial_alone(team: Team, what: str, reaso
 
 
 def test_a_hang_ends_at_its_limit_with_all_that_it_started(team: Team) -> None:
+    before = below(os.getpid())
     with pytest.raises(TrialFailed, match=r"rank 0: no end within 0\.5 s"):
         team.run({"rank": 0, "what": "child"}, 0.5)
-    assert not team.pids
-    assert len(fine(team)) == team.place.world
-
-
-def test_a_signal_in_the_middle_of_a_fork_is_not_lost(team: Team) -> None:
-    """Python calls functions before and after a fork, and drops what a handler raises in them."""
-    armed = [True]
-    os.register_at_fork(before=lambda: armed and armed.pop() and os.kill(os.getpid(), signal.SIGTERM))
-
-    def stop(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        with pytest.raises(SystemExit):
-            fine(team)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not armed and not team.pids
+    assert below(os.getpid()) == before
     assert len(fine(team)) == team.place.world
 
 

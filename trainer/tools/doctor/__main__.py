@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,9 +14,10 @@ from typing import Any
 from trainer import timeouts
 from trainer.errors import ConfigError, printable, require
 from trainer.files import refuse_folder
+from trainer.launch.pool import Pool, fork
 from trainer.process.arguments import ArgumentParser
 from trainer.process.environment import Place, detect
-from trainer.process.exit import die_with_parent, run_guarded
+from trainer.process.exit import run_guarded
 from trainer.tools.doctor import disk, gpus, machine, network, software
 from trainer.tools.doctor.finding import ERROR, Finding
 from trainer.tools.doctor.report import Merged, differences, document, lines, merge, verdict
@@ -77,33 +77,16 @@ def start_ranks(place: Place, *args: Any) -> int:
     """Fork this machine's ranks, and return the worst of their exit codes. torch is loaded once, for all."""
     with suppress(ImportError):
         import torch  # noqa: F401
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="echelon-doctor-") as private:
-        alone = place.world == place.local_world
-        ranks = [
-            context.Process(target=run_forked, args=(place, local_rank, private if alone else "", os.getpid(), *args))
-            for local_rank in range(place.local_world)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-    for number, rank in enumerate(ranks):
-        if (rank.exitcode or 0) < 0:
-            name = signal.Signals(-(rank.exitcode or 0)).name
-            print(f"error    rank {place.rank + number}: ended by {name}; see the kernel's log", flush=True)
-    return max(1 if (rank.exitcode or 0) < 0 else rank.exitcode or 0 for rank in ranks)
-
-
-def run_forked(place: Place, local_rank: int, private: str, parent: int, *args: Any) -> None:
-    """Run as the rank that `place` has at `local_rank`, with the variables of a run's rank."""
-    die_with_parent(parent)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"} if private else {}
-    own = Place(
-        place.rank + local_rank, place.world, local_rank, place.local_world, f"{private}/store" if private else "",
-        "echelon",
-    )  # fmt: skip
-    sys.exit(run_guarded(lambda: run_rank(own, *args)))
+    with (
+        tempfile.TemporaryDirectory(prefix="echelon-doctor-") as private,
+        Pool(place, Path(private), lambda own: fork(own, lambda place: run_rank(place, *args))) as pool,
+    ):
+        codes = pool.wait(peers_s=float("inf"))  # a rank waits for its peers no longer than its own limit
+    for rank, code in codes.items():
+        if code < 0:
+            name = signal.Signals(-code).name
+            print(f"error    rank {rank}: ended by {name}; see the kernel's log", flush=True)
+    return max(1 if code < 0 else code for code in codes.values())
 
 
 def run(devices: int | None, folder: Path, json_file: Path | None, timeout: float) -> int:
@@ -122,7 +105,7 @@ def run(devices: int | None, folder: Path, json_file: Path | None, timeout: floa
         return run_rank(place, *args)
     if network.loopback(devices).level == ERROR:  # they could not connect: one process reports so
         return run_rank(Place(local_world=devices), *args)
-    return start_ranks(Place(0, devices, 0, devices), *args)
+    return start_ranks(Place(0, devices, 0, devices, starts=True), *args)
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from trainer.config.compose import CONF, Job, compose, config_dirs
 from trainer.config.options import Options
 from trainer.errors import ConfigError
 from trainer.log import log_to_terminal, show
-from trainer.process.environment import Place, avoid_foreign_cache, detect, raise_file_limit
+from trainer.process.environment import USUAL, Place, avoid_foreign_cache, detect, raise_file_limit
 from trainer.process.temporary import temporary_folder
 
 COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # folders of code that trials compile
@@ -41,10 +41,9 @@ def prepare() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     raise_file_limit()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forks could not open the GPUs
+    os.environ.update(USUAL | os.environ)
     os.environ.setdefault("WDS_SECURE", "1")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forks could not open the GPUs
     avoid_foreign_cache(os.environ)
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -6,31 +6,30 @@ obeys the first one over the launcher's store. The ranks of a trial then meet at
 
 import contextlib
 import json
-import multiprocessing.connection
 import os
 import signal
 import socket
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trainer.comm.ranks import in_collective
 from trainer.errors import EXIT_CODES, ConfigError, is_out_of_memory, printable
-from trainer.launch.worker import in_collective
-from trainer.process.environment import Place, cores
-from trainer.process.exit import die_with_parent
-from trainer.timeouts import TRIAL_LOOK_S, TRIAL_PEERS_S, TRIAL_RESERVE_S
+from trainer.launch.pool import Pool, Process, fork
+from trainer.process.environment import Place, threads_of
+from trainer.timeouts import TRIAL_PEERS_S, TRIAL_RESERVE_S
 
 Answer = dict[str, Any]
 PEERS = "its peers have failed"
 OUT_OF_MEMORY = ("out of memory", "as the kernel does when memory runs out")  # in the errors of trials
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end the search
 FOREVER = timedelta(days=30)
 LAUNCHERS_OWN = ("ECHELON_HEARTBEAT", "ECHELON_ERROR_FILE", "ECHELON_ATTEMPT")
 LAUNCHERS_OWN += ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE")  # a trial would use torchrun's port
@@ -55,7 +54,6 @@ class Team:
     work: Callable[[Any, Place], Answer]
     store: Any = None  # of the launcher's processes; None: this process forks all ranks
     number: int = 0  # of the trial
-    pids: dict[int, int] = field(default_factory=dict)  # rank -> process
 
     def __post_init__(self) -> None:
         count = self.place.local_world if self.place.starts else 1
@@ -107,8 +105,7 @@ class Team:
                 self.store.set(f"answer-{self.number}-{rank}", json.dumps(answer))
 
     def close(self) -> None:
-        """Kill what still runs; let the processes of other ranks go."""
-        self._kill()
+        """Let the processes of other ranks go."""
         if self.store is not None and self.leads:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"order-{self.number + 1}", json.dumps(None))
@@ -118,24 +115,22 @@ class Team:
     def _run_own(self, order: dict[str, Any], limit_s: float) -> dict[int, Answer]:
         """Fork this process's ranks, and wait for all; kill them if one fails anywhere, or at the limit."""
         answers: dict[int, Answer] = {}
-        pipes: dict[Any, int] = {}
         end = time.monotonic() + limit_s
         late = f"no end within {limit_s:g} s"
-        try:
-            for rank in self.own:
-                pipes[self._fork(rank, order)] = rank
-            while len(answers) < len(self.own) and (left := end - time.monotonic()) > 0:
-                open_ones = [pipe for pipe, rank in pipes.items() if rank not in answers]
-                for pipe in multiprocessing.connection.wait(open_ones, min(left, TRIAL_LOOK_S if self.store else left)):
-                    rank = pipes[pipe]
-                    answers[rank] = self._read(pipe, rank)
-                if self._failed(answers):
-                    known = any("error" in answer and not answer["of_peer"] for answer in answers.values())
-                    late, end = PEERS, min(end, time.monotonic() + (0 if known else TRIAL_PEERS_S))
-        finally:
-            self._kill()
-            for pipe in pipes:
-                pipe.close()
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            private = Path(name)
+
+            def start(place: Place) -> Process:
+                return fork(place, partial(self._be, order, private), self.folder / f"rank{place.rank}.log")
+
+            with Pool(self.place, private, start) as pool:
+                for codes in pool.watch():
+                    answers = {rank: read_answer(private, rank, code) for rank, code in codes.items()}
+                    if self._failed(answers):
+                        known = any("error" in answer and not answer["of_peer"] for answer in answers.values())
+                        late, end = PEERS, min(end, time.monotonic() + (0 if known else TRIAL_PEERS_S))
+                    if time.monotonic() >= end:
+                        break
         peers = {"error": late, "of_peer": late == PEERS}
         return {rank: answers.get(rank, peers) for rank in self.own}
 
@@ -149,94 +144,29 @@ class Team:
             self.store.set(key, "")
         return own or self.store.check([key])
 
-    def _fork(self, rank: int, order: dict[str, Any]) -> Any:
-        read, write = multiprocessing.connection.Pipe(duplex=False)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        with held(ENDING):
-            pid = os.fork()
-            if not pid:
-                read.close()
-                self._be(rank, order, write, parent)
-            self.pids[rank] = pid
-        write.close()
-        return read
-
-    def _be(self, rank: int, order: dict[str, Any], pipe: Any, parent: int) -> NoReturn:
-        """Be a rank: run the order, answer and end."""
+    def _be(self, order: dict[str, Any], private: Path, place: Place) -> int:
+        """Be a rank: run the order and leave the answer."""
         try:
-            os.setsid()
-            die_with_parent(parent)
-            for number in ENDING:
-                signal.signal(number, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
-            place, first = self.place, self.place.rank - self.place.local_rank
-            store = "" if self.store else str(self.folder / f"store-{self.number}")
-            place = Place(rank, place.world, rank - first, place.local_world, store, place.launcher or "tune")
-            self._redirect(rank)
-            self._set_up(place, order)
+            if not place.store:
+                os.environ["MASTER_PORT"] = str(order["port"])
+            for name in LAUNCHERS_OWN:
+                os.environ.pop(name, None)
+            torch.set_num_threads(int(threads_of(place.local_world)))
             answer = self.work(order, place)
         except BaseException as error:
             answer = {"error": in_a_line(error), "of_peer": in_collective(error)}
-        with contextlib.suppress(Exception):
-            pipe.send_bytes(json.dumps(answer).encode())
-        os._exit(0)
-
-    def _set_up(self, place: Place, order: dict[str, Any]) -> None:
-        if place.store:
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        else:
-            os.environ["MASTER_PORT"] = str(order["port"])
-        for name in LAUNCHERS_OWN:
-            os.environ.pop(name, None)
-        threads = os.environ.get("OMP_NUM_THREADS", "") or max(1, cores() // place.local_world)
-        torch.set_num_threads(int(threads))
-
-    def _redirect(self, rank: int) -> None:
-        """Send all output of the rank into a file that only a developer reads."""
-        file = os.open(self.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
-
-    def _read(self, pipe: Any, rank: int) -> Answer:
-        try:
-            return json.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            _, status = os.waitpid(self.pids.pop(rank), 0)
-            code = os.waitstatus_to_exitcode(status)
-            why = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            short = f", {OUT_OF_MEMORY[1]}" if code == -signal.SIGKILL else ""
-            return {"error": f"{why}{short}", "of_peer": False}
-
-    def _kill(self) -> None:
-        """End the ranks with all that they started."""
-        pids, self.pids = dict(self.pids), {}
-        for pid in pids.values():
-            for kill in (os.killpg, os.kill):  # the rank has no group yet in its first moment
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    kill(pid, signal.SIGKILL)
-        for pid in pids.values():
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        (private / f"answer-{place.rank}").write_text(json.dumps(answer))
+        return 0
 
 
-@contextlib.contextmanager
-def held(numbers: Sequence[signal.Signals]) -> Iterator[None]:
-    """Hold signals back until the end of a fork, inside of which Python drops what a handler raises.
-
-    Blocking them would not do: another thread takes a signal that this one blocks.
-    """
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda which, _: came.append(which)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for number in came:
-            signal.raise_signal(number)
+def read_answer(private: Path, rank: int, code: int) -> Answer:
+    """Return the answer of a rank that has ended."""
+    answer = private / f"answer-{rank}"
+    if code == 0 and answer.exists():
+        return json.loads(answer.read_text())
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    short = f", {OUT_OF_MEMORY[1]}" if code == -signal.SIGKILL else ""
+    return {"error": f"{how}{short}", "of_peer": False}
 
 
 def open_store(place: Place) -> Any:

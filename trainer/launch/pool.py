@@ -1,0 +1,163 @@
+"""Starts, watches and ends the ranks of a node: for runs, `launch`, tools and tests. Imports no torch."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.process.environment import Place
+from trainer.process.exit import die_with_parent, run_guarded
+from trainer.process.signals import ASKED, held
+from trainer.timeouts import PEERS_S
+
+
+class Process:
+    """A child of this process with a session of its own, and with methods of `subprocess.Popen`.
+
+    One that has ended stays a zombie until `wait`, so no other process takes its number.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self.pid = pid  # 0 after `wait`; None: not known yet
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process runs. For one thread only.
+
+        If a signal killed the process, kill the rest of its process group, since the process can't.
+        """
+        assert self.pid
+        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None or end.si_code == os.CLD_EXITED:
+            return end and end.si_status
+        self._kill_group()
+        return -end.si_status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process. One that is not forked yet, or waited for, has nothing to stop."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and the rest of its group, even if the process itself has ended."""
+        self._kill_group()
+        self.send_signal(signal.SIGKILL)  # it has no group yet in its first moment
+
+    def wait(self) -> None:
+        """Wait until the process has ended, after `kill`."""
+        if self.pid:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            self.poll()
+            pid, self.pid = self.pid, 0
+            os.waitpid(pid, 0)
+
+    def _kill_group(self) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def fork(place: Place, call: Callable[[Place], int], log: Path | None = None) -> Process:
+    """Fork a rank that runs `call(place)`, and ends with its exit code or with this process.
+
+    Args:
+        log: The file for its output; None: this process's output.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    if pid := os.fork():
+        return Process(pid)
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent(parent)
+        signal.set_wakeup_fd(-1)  # the inherited one is the parent's
+        for number in ASKED:
+            signal.signal(number, signal.SIG_DFL)
+        if log is not None:
+            redirect(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            sys.stdout = sys.stderr = os.fdopen(1, "w", 1)  # the parent's may be pytest's, or a notebook's
+        if place.store:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        code = run_guarded(lambda: call(place))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def redirect(log: int) -> None:
+    """Send all output of this process into a file, and close its descriptor."""
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+class Pool:
+    """The ranks that this process starts. They are killed at the end of the context.
+
+    Args:
+        place: The first rank; `place.starts` means all of its node.
+        private: The folder for the file in which ranks meet if there are no others.
+        start: Starts a rank.
+        pause: Passes so many seconds between two looks at the ranks.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        private: Path,
+        start: Callable[[Place], Process],
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.start, self.pause = start, pause
+        count = place.local_world if place.starts else 1
+        store = str(private / "store") if count == place.world else ""
+        first = replace(place, store=store, launcher=place.launcher or "echelon", starts=False)
+        self.places = [replace(first, rank=place.rank + n, local_rank=place.local_rank + n) for n in range(count)]
+        self.ranks: dict[int, Process] = {}
+
+    def __enter__(self) -> "Pool":
+        try:
+            for place in self.places:
+                with held():  # else an interrupt could lose a rank that has just been started
+                    self.ranks[place.rank] = self.start(place)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self.ranks.values():  # before any is waited for: one that waits for a disk can't be killed
+            rank.kill()
+        for rank in self.ranks.values():
+            rank.wait()
+
+    def send(self, number: int) -> None:
+        """Send a signal to all ranks."""
+        for rank in list(self.ranks.values()):
+            rank.send_signal(number)
+
+    def watch(self) -> Iterator[Mapping[int, int]]:
+        """Yield the exit codes of the ranks that have ended, by rank, after each pause, until all have."""
+        codes: dict[int, int] = {}
+        while len(codes) < len(self.ranks):
+            self.pause(0.05)
+            codes = {rank: code for rank, process in self.ranks.items() if (code := process.poll()) is not None}
+            yield codes
+
+    def wait(self, limit_s: float = float("inf"), peers_s: float = PEERS_S) -> Mapping[int, int]:
+        """Return the exit codes of the ranks that end in time, `peers_s` after the first failure at the latest."""
+        codes: Mapping[int, int] = {}
+        deadline = time.monotonic() + limit_s
+        for codes in self.watch():
+            if any(codes.values()):
+                deadline = min(deadline, time.monotonic() + peers_s)
+            if time.monotonic() >= deadline:
+                break
+        return codes
