@@ -21,6 +21,7 @@ WIDE = {
     "checkpoint/test_killed": "kills at each system call of a commit, of all of checkpoint/",
     "checkpoint/test_stored": "checkpoints that an older version wrote",
     "launch/test_slurm": "jobs of a real SLURM, through all of launch/",
+    "test_callback_names": "the names of callbacks, in all sources",
     "test_complexity": "all sources",
     "test_contract": "each callback, and each pair",
     "test_extension_points": "hooks of users' callbacks, from the plan to the step",

@@ -4,11 +4,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from trainer.callback import Callback, Role, Symptom, overrides
-from trainer.config.compose import CONF
-from trainer.config.targets import LIBRARIES, locate
+from trainer.config.targets import CONF, LIBRARIES, locate
 from trainer.errors import ConfigError
 
 DECIDES = {
@@ -70,6 +67,8 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
 @functools.cache
 def kinds() -> Mapping[str, type[Callback]]:
     """Return the class of each callback that conf/ has, by name."""
+    from omegaconf import OmegaConf  # which a run from Python does not need
+
     found: dict[str, Any] = {}
     for path in sorted((CONF / "callbacks").glob("*.yaml")):
         node: Any = OmegaConf.load(path)

@@ -17,10 +17,11 @@ from trainer.checkpoint.pretrained import weights_files
 from trainer.checkpoint.retention import parse_best
 from trainer.checks.callback import refuse_no_callback, refuse_other_hooks
 from trainer.checks.recipe import refuse_other_parameters
-from trainer.composition import arrange
+from trainer.composition import arrange, kinds
 from trainer.config.batch import split_batch
 from trainer.config.duration import Duration, Periods
 from trainer.config.options import DataOptions, Options
+from trainer.config.targets import in_conf
 from trainer.data.limit import FirstOf, first_batches, first_validation
 from trainer.data.source import Samples, each_set, in_turns, open_source, prepare_files, transform_of
 from trainer.data.torch_loader import batch_size_of, batches_in, refuse_other_replicas
@@ -29,7 +30,6 @@ from trainer.log import log
 from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, node_range
 
-OBSERVERS = ("trainer.monitors.", "trainer.loggers.", "trainer.callbacks.early_stop.")  # beginnings of targets
 PASS = "epoch_samples"  # of batches; a rank's own iterable may have another number than rank 0's
 MOST_RANKS = 1 << 20  # a manifest with more ranks is refused
 
@@ -347,12 +347,15 @@ def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[s
 
     def observed(name: Any) -> bool:
         target = str(settings.get(f"callbacks.{name}._target_", ""))
-        return observes(callbacks[name]) if name in callbacks else target.startswith(OBSERVERS)
+        if name in callbacks:
+            return observes(callbacks[name])
+        kind = kinds().get(name)
+        return kind is not None and in_conf(target) is not None and observes(kind)
 
     return manifest["identity"] | {"callbacks": [name for name in listed if not observed(name)]}
 
 
-def observes(callback: Callback) -> bool:
+def observes(callback: Callback | type[Callback]) -> bool:
     return callback.role in (Role.MEASURE, Role.OBSERVE)
 
 

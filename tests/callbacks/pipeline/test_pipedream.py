@@ -9,11 +9,12 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from trainer.callbacks.pipeline.pipedream import Awaited, PipeDream, open_links
-from trainer.callbacks.pipeline.stages import Layout, drop_others, holders
+from trainer.callbacks.pipeline.stages import drop_others
 from trainer.callbacks.pipeline.strategy import pipeline_mesh
 from trainer.checks.recipe import CheckedLoss
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Micro, Split, Step, count_samples
+from trainer.parallel.layout import Layout, holders
 from trainer.process.environment import Place
 
 WIDTH, STEPS = 11, 5

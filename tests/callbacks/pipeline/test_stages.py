@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from toy_recipe import Net, Toy
 
-from trainer.callbacks.pipeline.stages import Gates, Layout, check_blocks, drop_others, holders, padded, part_sums
+from trainer.callbacks.pipeline.stages import Gates, check_blocks, drop_others, padded
 from trainer.errors import ConfigError
 from trainer.parallel.absent import Absent
+from trainer.parallel.layout import Layout, holders
 
 WIDTH = 6
 
@@ -211,24 +212,6 @@ def test_a_dropped_parameter_has_its_form_and_no_memory():
     net.load_state_dict({name: torch.ones(shape) for name, (shape, _) in shapes.items()})
     assert (net.last.weight == 1).all() and net.last.bias.isnan().all()
     assert isinstance(copy.deepcopy(net).embed.weight, Absent)
-
-
-def test_a_tied_parameter_belongs_to_both_ends():
-    net = Tower()
-    net.last.weight = net.embed.weight
-    block = WIDTH * WIDTH + 3 * WIDTH
-    assert part_sums(net, blocks_of(net), nn.Parameter.numel) == [5 * WIDTH, *[block] * 4, 4 * WIDTH + 1]
-    uses = holders(net, blocks_of(net), Layout((0, 2), 4, 2))
-    assert uses["embed.weight"] == [0, 1] and uses["embed.bias"] == [0] and uses["last.bias"] == [1]
-    assert uses["layers.1.norm.weight"] == [0] and uses["layers.2.norm.weight"] == [1]
-
-
-@pytest.mark.parametrize(("v", "ranks", "of"), [(False, 3, [0, 1, 2, 0, 1, 2]), (True, 3, [0, 1, 2, 2, 1, 0])])
-def test_places_of_two_stages_on_a_rank(v: bool, ranks: int, of: list[int]):
-    layout = Layout((0, 1, 2, 3, 4, 5), 7, ranks, v)
-    assert [layout.rank(stage) for stage in range(6)] == of
-    assert [layout.of(rank) for rank in range(ranks)] == [[i for i in range(6) if of[i] == r] for r in range(ranks)]
-    assert layout.range(5) == (5, 7) and [layout.stage(block) for block in (0, 4, 6)] == [0, 4, 5]
 
 
 def test_rows_are_padded_and_never_cut():

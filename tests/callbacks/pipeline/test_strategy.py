@@ -7,11 +7,12 @@ import torch
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
-from trainer.callbacks.pipeline.stages import Layout, drop_others, holders
+from trainer.callbacks.pipeline.stages import drop_others
 from trainer.callbacks.pipeline.strategy import Pipeline, pipeline_mesh
 from trainer.comm.ranks import Ranks
 from trainer.data.batch import Split
 from trainer.errors import ConfigError
+from trainer.parallel.layout import Layout, holders
 from trainer.parallel.strategy import OutputElsewhere, clip_gradients
 from trainer.process.environment import Place
 

@@ -18,7 +18,7 @@ from trainer.callbacks.pipeline.memory import make_room, refuse
 from trainer.callbacks.pipeline.partition import cut_by_time, in_flight, memory_limit
 from trainer.callbacks.pipeline.pipedream import PipeDream, open_links
 from trainer.callbacks.pipeline.profile_blocks import Trial, try_whole
-from trainer.callbacks.pipeline.stages import KEY, Layout, check_blocks, drop_others, holders, part_sums
+from trainer.callbacks.pipeline.stages import KEY, check_blocks, drop_others
 from trainer.callbacks.pipeline.strategy import Pipeline, pipeline_mesh
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.context import Context
@@ -31,6 +31,7 @@ from trainer.log import log
 from trainer.metrics.named_losses import NamedLosses
 from trainer.parallel.blocks import find_blocks
 from trainer.parallel.forward_backward import Accumulate, ForwardBackward
+from trainer.parallel.layout import Layout, holders, part_sums
 
 ASYNC = "pipedream_2bw"
 

@@ -7,9 +7,10 @@ from torch import nn
 from trainer.callback import Role
 from trainer.callbacks.pipeline.partition import Room, Sizes
 from trainer.callbacks.pipeline.profile_blocks import Trial
-from trainer.callbacks.pipeline.stages import KEY, part_sums
+from trainer.callbacks.pipeline.stages import KEY
 from trainer.context import Context
 from trainer.errors import ConfigError
+from trainer.parallel.layout import part_sums
 from trainer.parallel.memory_search import state_share
 
 MIB = 1 << 20

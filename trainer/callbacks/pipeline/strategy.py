@@ -14,7 +14,7 @@ from torch.distributed import pipelining
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from trainer.callbacks.pipeline.stages import KEY, Gates, Layout, homes, padded
+from trainer.callbacks.pipeline.stages import KEY, Gates, padded
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.checks.recipe import CheckedLoss
@@ -26,6 +26,7 @@ from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
 from trainer.parallel.absent import Absent
 from trainer.parallel.forward_backward import weigh_loss
+from trainer.parallel.layout import Layout, homes
 from trainer.parallel.modes import evaluating
 from trainer.parallel.reducer import Reducer
 from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss

@@ -59,3 +59,11 @@ def size(number: float) -> str:
             return f"{number:.4g} {unit}"
         number /= 1024
     return f"{number:.4g} TiB"
+
+
+def share_by_speed() -> str:
+    """Return the way out if ranks differ in speed."""
+    from trainer.callback import Symptom
+    from trainer.composition import in_words, remedies
+
+    return f"see {in_words(*remedies(Symptom.SLOW_RANK)[0])}"

@@ -11,7 +11,7 @@ from trainer import timeouts
 from trainer.monitors.gpu_monitor import nvml
 from trainer.process.affinity import numa_node_of
 from trainer.process.cgroup import SYS
-from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, in_time, size
+from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, in_time, share_by_speed, size
 from trainer.tools.doctor.links import LEGEND, matrix, table
 from trainer.tools.doctor.machine import read
 
@@ -135,7 +135,7 @@ def kinds(shown: list[Shown]) -> Iterator[Finding]:
         yield Finding("kind of GPU", *counts)
     elif counts:
         value = " + ".join(f"{count} x {kind}" for kind, count in counts.items())
-        yield Finding("kind of GPU", value, NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]")
+        yield Finding("kind of GPU", value, NOTE, "the slowest rank sets the pace", share_by_speed())
 
 
 def nvlinks(library: ModuleType, handle: Any) -> Counter[str]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainer.process.affinity import ranges
-from trainer.tools.doctor.finding import ERROR, LEVELS, NOTE, OK, WARNING, Finding
+from trainer.tools.doctor.finding import ERROR, LEVELS, NOTE, OK, WARNING, Finding, share_by_speed
 
 MOST = 8  # lines about a subject that differ between ranks; JSON has all
 SEPARATORS = (" + ", ", ")  # of the entries of a list; the first that a value has
@@ -19,8 +19,8 @@ EQUAL = {  # subject -> how bad a difference between ranks is, what it causes, a
     "packages": (WARNING, "a recipe may behave differently", "install the same versions: constraints.txt"),
     "variables": (WARNING, "NCCL and gloo may not agree on how to connect", "set the same for all ranks"),
     "open files": (WARNING, "the rank with the least fails first", "set the same limit on all machines"),
-    "processor": (NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]"),
-    "kind of GPU": (NOTE, "the slowest rank sets the pace", "see +callbacks=[hetero_batch]"),
+    "processor": (NOTE, "the slowest rank sets the pace", ""),
+    "kind of GPU": (NOTE, "the slowest rank sets the pace", ""),
 }
 
 
@@ -53,7 +53,7 @@ def differences(rows: Mapping[int, Iterable[Finding]]) -> list[Finding]:
             by_value.setdefault(own.get(subject, "missing"), []).append(rank)
         if len(by_value) > 1:
             listed = " | ".join(f"{value} ({in_words(among)})" for value, among in unlike(by_value))
-            found.append(Finding(f"{subject} differs", listed, level, consequence, way_out))
+            found.append(Finding(f"{subject} differs", listed, level, consequence, way_out or share_by_speed()))
     return found
 
 

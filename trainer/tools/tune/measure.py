@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainer.callbacks.pipeline.stages import Layout, holders
 from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError, DataError, printable
 from trainer.parallel.batch_norm import normalises_by_batch
 from trainer.parallel.blocks import find_blocks
+from trainer.parallel.layout import Layout, holders
 from trainer.parallel.warmup import wait
 from trainer.process.environment import Place
 from trainer.session import build_components
@@ -247,7 +247,7 @@ def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:
         sizes.append(float(result.nbytes) if tensors else math.inf)
 
     try:
-        blocks = find_blocks(trainer.recipe, trainer.module, None, "callbacks.pipeline")
+        blocks = find_blocks(trainer.recipe, trainer.module, None, "tune")
     except ConfigError:
         return Cut()
     with contextlib.ExitStack() as stack, torch.no_grad():

@@ -37,7 +37,7 @@ def outline(config: Mapping[str, Any]) -> dict[str, Any]:
     shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
     sizes = list(map(math.prod, shapes))
     try:
-        blocks = len(find_blocks(recipe, model, None, "callbacks.pipeline"))
+        blocks = len(find_blocks(recipe, model, None, "tune"))
     except ConfigError:
         blocks = 0
     unknown = dict.fromkeys(("forward_s", "backward_s", "pass_s", "optimizer_s", "other_s", "data_s"), 0.0)
