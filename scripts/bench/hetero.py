@@ -14,14 +14,13 @@ change on: after two measurements of four steps each, and three steps that were 
 is then that of the later cores. A round takes about four minutes.
 """
 
-import multiprocessing
 import os
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from scripts.bench.report import Goal, Row, at_least, parser, print_machine, report
+from scripts.bench.harness import Goal, Report, Row, at_least, median_ratio, on_ranks, parser
 from scripts.command import command
 from trainer.callback import Callback
 from trainer.callbacks.hetero_batch.callback import HeteroBatch
@@ -156,49 +155,17 @@ def train(place: Place, case: Case, number: int, limit: Limit, run_dir: str) -> 
     return batch * case.timed / (timed[-1] - timed[0])
 
 
-def work(folder: str, number: int, world: int, group: Path | None, asked: Any) -> None:
-    """Run one case after the other, as this rank."""
-    os.chdir(folder)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    limit, runs = Limit(group), 0
-    while case := asked.recv():
-        runs += 1
-        place = Place() if case.alone else Place(number, world, number, world, os.path.abspath(f"store-{runs}"), "b")
-        asked.send(train(place, case, number, limit, f"runs/{runs}-{number}" if case.alone else f"runs/{runs}"))
-
-
-class Ranks:
-    """The processes of the ranks, which run one case after the other.
-
-    Args:
-        groups: A control group for each rank; None: they sleep.
-    """
-
-    def __init__(self, folder: str, world: int, groups: list[Path] | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.ranks: list[tuple[Any, Any]] = []
-        for number in range(world):
-            ours, theirs = context.Pipe()
-            own = (folder, number, world, groups[number] if groups else None, theirs)
-            process = context.Process(target=work, args=own, daemon=True)
-            process.start()
-            theirs.close()
-            self.ranks.append((process, ours))
-
-    def run(self, case: Case) -> list[float]:
-        """Return the samples per second of each rank."""
-        for _, asked in self.ranks:
-            asked.send(case)
-        return [asked.recv() for _, asked in self.ranks]
-
-    def end(self) -> None:
-        for process, asked in self.ranks:
-            with suppress(OSError):
-                asked.send(None)
-            process.join(10)
-            process.kill()
-            process.join()
+def rank(place: Place, groups: list[Path] | None, rounds: int, timed: int) -> list[tuple[str, float]]:
+    """Run the cases of each round as one of the ranks; return the samples per second of each run."""
+    limit, found = Limit(groups[place.rank] if groups else None), []
+    imports = Case("imports", 24, 1, (1.0, 1.0, 1.0), hetero=True)
+    for number, case in enumerate([imports, *(cases(timed) * rounds)]):
+        own = Place() if case.alone else replace(place, store=f"{place.store}-{number}")
+        run_dir = f"runs/{number}-{place.rank}" if case.alone else f"runs/{number}"
+        found.append((case.name, train(own, case, place.rank, limit, run_dir)))
+        if not place.rank:
+            print(f"{case.name}: {found[-1][1]:.3g} samples/s of rank 0", file=sys.__stderr__, flush=True)
+    return found[1:]
 
 
 @contextmanager
@@ -250,46 +217,29 @@ def table(speeds: dict[str, list[list[float]]], held: str) -> tuple[list[Row], l
     Args:
         speeds: Of each case, a round's samples per second of each rank.
     """
-    rows: list[Row] = []
-    goals: list[Goal] = []
+    rows, goals = list[Row](), list[Goal]()
     part = f"samples per second, three ranks with {', '.join(map(str, CORES))} of a core, held by {held}"
     for name in (name for name in speeds if not name.startswith("own")):
         own = speeds["own, later" if "slows" in name else "own"]
-        parts = [run[0] / sum(alone) for run, alone in zip(speeds[name], own, strict=True)]
-        rows.append(
-            {
-                "part": part,
-                "shares": name,
-                "samples/s": statistics.median(run[0] for run in speeds[name]),
-                "own speeds": " + ".join(f"{statistics.median(each):.3g}" for each in zip(*own, strict=True)),
-                "of their sum": statistics.median(parts),
-            }
-        )
+        rows.append({
+            "part": part, "shares": name, "samples/s": statistics.median(run[0] for run in speeds[name]),
+            "own speeds": " + ".join(f"{statistics.median(each):.3g}" for each in zip(*own, strict=True)),
+            "of their sum": median_ratio([run[0] for run in speeds[name]], map(sum, own)),
+        })  # fmt: skip
         if name.startswith("hetero_batch"):
             goals.append(at_least(f"{name}: part of the sum of the own speeds", 0.92, rows[-1]["of their sum"]))
     return rows, goals
 
 
 def main() -> None:
-    args = parser(
-        "hetero", __doc__, "1 round of short runs: about 2 minutes", "of all cases; without it 3"
-    ).parse_args()
-    about = print_machine(("torch",))
-    speeds: dict[str, list[list[float]]] = {}
-    with control_groups(len(CORES)) as groups, tempfile.TemporaryDirectory(dir=".") as folder:
-        ranks = Ranks(folder, len(CORES), groups)
-        try:
-            ranks.run(Case("imports", 24, 1, (1.0, 1.0, 1.0), hetero=True))
-            for number in range(1 if args.quick else args.rounds or 3):
-                for case in cases(4 if args.quick else 12):
-                    found = ranks.run(case)
-                    speeds.setdefault(case.name, []).append(found)
-                    print(f"round {number + 1}, {case.name}: {', '.join(f'{each:.3g}' for each in found)}", flush=True)
-        finally:
-            ranks.end()
-        held = "control groups" if groups else "sleeping for the CPU time they used"
-    rows, goals = table(speeds, held)
-    report([rows], goals, about, args.json)
+    words = "1 round of short runs: about 2 minutes", "of all cases; without it 3"
+    args = parser("hetero", __doc__, *words).parse_args()
+    rounds, timed = (1, 4) if args.quick else (args.rounds or 3, 12)
+    with Report(args.json) as report, control_groups(len(CORES)) as groups:
+        speeds: dict[str, list[list[float]]] = {}
+        for runs in zip(*on_ranks(len(CORES), rank, groups, rounds, timed), strict=True):
+            speeds.setdefault(runs[0][0], []).append([speed for _, speed in runs])
+        report.add(*table(speeds, "control groups" if groups else "sleeping for the CPU time they used"))
 
 
 if __name__ == "__main__":

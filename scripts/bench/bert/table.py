@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from scripts.bench.bert.cells import PEERS, Cell
-from scripts.bench.report import Goal, Row, at_least, at_most
+from scripts.bench.harness import Goal, Row, at_least, at_most
 
 TITLES = {
     "speed": "training steps; tokens/s of one GPU, MFU of the peak in bf16, peak memory of tensors",
@@ -48,7 +48,7 @@ def snapshot_row(cell: Cell, measured: Measured) -> list[Row]:
 def kernels_row(cell: Cell, measured: Measured) -> list[Row]:
     """Return a row for each kind of kernel, the longest first."""
     found, total = measured[cell], sum(measured[cell].values())
-    title = f"{TITLES['kernels']}; {cell.name.partition(', ')[2]}"
+    title = f"{TITLES['kernels']}; {str(cell).partition(', ')[2]}"
     ordered = sorted(found, key=lambda kind: -found[kind])
     return [
         {"part": title, "kernels": kind, "ms a step": found[kind], "share": found[kind] / total} for kind in ordered

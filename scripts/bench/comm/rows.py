@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.bench.report import Row as Cells
+from scripts.bench.harness import Row as Cells
 from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd.callback import LocalSGD

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scripts.bench.guides.ways import WAYS
+from scripts.bench.harness import Turn
 
-Turn = Mapping[str, float]
 Round = Mapping[str, Turn]  # way -> what its turn gave
 Rounds = Sequence[Round]
 Show = Callable[[Rounds], str]

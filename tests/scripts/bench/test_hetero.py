@@ -1,13 +1,10 @@
 """Ranks that are held to unequal speeds: the runs of a round, tiny, and the table of given speeds."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.cli import environment
 from support.ranks import run_ranks
 
 from scripts.bench import hetero as bench
@@ -79,14 +76,3 @@ def test_what_a_table_says() -> None:
     rows, goals = bench.table(speeds, "control groups")
     assert [row["of their sum"] for row in rows] == pytest.approx([0.375, 0.95, 0.9])
     assert [goal.met for goal in goals] == [True, False]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(540)
-def test_the_whole_script(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "scripts.bench.hetero", "--quick", "--json", file]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr
-    assert len(json.loads(file.read_text())["rows"]) == 4
-    assert list(tmp_path.iterdir()) == [file]

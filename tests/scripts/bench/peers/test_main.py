@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from support.cli import environment
 
+from scripts.bench.harness import Failed, Rounds
 from scripts.bench.peers import __main__ as bench
-from scripts.bench.peers.__main__ import CELLS, HERE, PEERS, Cell, Failed, Peer, measure, page
-from scripts.bench.peers.table import absent
+from scripts.bench.peers.__main__ import CELLS, HERE, PEERS, Cell, Peer, measure, page
+from scripts.bench.peers.table import rows as peer_rows
 
 NUMBERS = {"step_s": 1.0, "first_s": 3.0, "stall_ms": 7.0, "peak_mib": 9.0}
 CELL = Cell("MLP", 1, 2, 6, 8, resumes=True)
@@ -26,7 +27,7 @@ def test_a_peer_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
         return NUMBERS
 
     monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr(bench, "installed", lambda package: package != "deepspeed")
+    monkeypatch.setattr(bench, "missing", lambda packages: "needs deepspeed" * ("deepspeed" in packages))
     rows = measure(CELL, ["bare loop", "Echelon", "Lightning", "DeepSpeed", "Composer"], 3)
     assert asked == ["bare", "echelon", "lightning", "lightning", "echelon", "bare", "bare", "echelon"]
     told = {row["peer"]: row["ms a step"] for row in rows}
@@ -38,7 +39,7 @@ def test_a_peer_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     written = page([rows], {"cpu": "a CPU"}, "python -m scripts.bench.peers --rounds 3")
     assert "Machine: cpu a CPU." in written and "| Echelon " in written and "| Composer " not in written
     assert "\n- DeepSpeed: not installed: needs deepspeed.\n- Composer: not installed: mosaicml" in written
-    nobody = [absent("another table; why", "bare loop", "failed: no", 9)]
+    nobody = peer_rows("another table; why", Rounds({}, {"bare loop": "failed: no"}), {"bare loop": 9})
     written = page([rows, nobody], {"cpu": "a CPU"}, "python -m scripts.bench.peers")
     assert "\n- bare loop, another table: failed: no.\n" in written and "another table**" not in written
     assert all(len(line) <= 120 or line.startswith("|") for line in written.splitlines())
@@ -60,7 +61,8 @@ def test_a_run_that_fails_says_so() -> None:
 def test_the_bare_loop_and_echelon(tmp_path: Path) -> None:
     program = f"""if True:
         import sys
-        from scripts.bench.peers import __main__ as bench
+        from scripts.bench.harness import Failed, Rounds
+from scripts.bench.peers import __main__ as bench
         bench.CELLS = [bench.{CELL!r}]
         sys.exit(bench.main())
     """
