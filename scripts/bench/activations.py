@@ -74,7 +74,6 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], device: torch.de
 
 
 def measure(device: torch.device, quick: bool, rounds: int, dropout: float) -> list[Row]:
-    """Return a row for each policy. Policy `offload` needs a GPU: a CPU's memory is the host's."""
     layers, hidden, sequence, batch = (2, 64, 32, 2) if quick else (6, 256, 128, 16)
     recipe, data = task(layers, hidden, sequence, batch, dropout, device)
     part = f"{layers} layers, hidden {hidden}, sequence {sequence}, batch {batch}, dropout {dropout:g}"
@@ -92,7 +91,6 @@ def measure(device: torch.device, quick: bool, rounds: int, dropout: float) -> l
 def task(
     layers: int, hidden: int, sequence: int, batch: int, dropout: float, device: torch.device
 ) -> tuple[Bert, dict[str, Tensor]]:
-    """Return a BERT's recipe and a batch of random tokens."""
     recipe = Bert(vocab=2048, sequence=sequence, hidden=hidden, layers=layers, heads=4, dropout=dropout)
     return recipe, {
         "input_ids": torch.randint(2048, (batch, sequence), device=device),

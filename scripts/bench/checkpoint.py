@@ -26,15 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.utils._pytree import tree_leaves
 
 from scripts.bench.harness import Goal, Report, Rounds, Row, at_most, parser, positive
+from scripts.bench.squares import Squares, quiet
 from scripts.command import command
 from trainer.callback import Callback
 from trainer.checkpointing import Checkpointer
-from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -43,22 +43,6 @@ LAYERS = {"100MB": 2, "2GB": 40}  # of WIDTH x WIDTH float32, with two moments e
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 BEFORE, AFTER = 5, 2  # steps of a turn before the save, and after it is durable
 Done = Callable[[], bool]
-
-
-class Wide:
-    """A stack of square layers, on random numbers."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.layers)))
-
-    def data(self, split: str) -> Any:
-        return [{"x": torch.randn(4, WIDTH)} for _ in range(64)] if split == "train" else None
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["x"]).square().mean()
 
 
 class Way:
@@ -160,8 +144,6 @@ WAYS: dict[str, type[Way]] = {
 
 
 class Turns(Callback):
-    """Times each step, and saves in one way after the other."""
-
     def __init__(self, folder: Path, rounds: int) -> None:
         self.ways = {name: way(folder / str(i)) for i, (name, way) in enumerate(WAYS.items())}
         self.found, self.rounds, self.ended = Rounds.of(WAYS), rounds, time.perf_counter()
@@ -218,12 +200,7 @@ def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]
         os.chdir(folder)
         try:
             turns = Turns(Path(folder), rounds)
-            checkpoint = CheckpointOptions(every_steps=None, every_minutes=None)
-            options = Options(devices=1, max_steps=10**6, run_dir="run", checkpoint=checkpoint, log_every_steps=10**6)
-            trainer = Trainer(
-                Wide(LAYERS[size]), {"turns": turns}, batch=4, options=options, data=DataOptions(workers=0),
-                place=Place(),
-            )  # fmt: skip
+            trainer = quiet(Squares(WIDTH, LAYERS[size]), {"turns": turns}, Place(), folder, 4)
             Way.checkpointer = trainer.loop.checkpointer
             trainer.fit()
         finally:
@@ -234,7 +211,6 @@ def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]
 
 
 def table(found: Rounds, size: str, threads: int) -> tuple[list[Row], list[Goal]]:
-    """Make the rows of the rounds after the first, which makes the buffers."""
     counted = Rounds({name: seen[1:] for name, seen in found.turns.items()})
     copy_s, rounds = counted.median("copy", "stall_s"), len(counted.turns["copy"])
     part = f"{size} of state, {threads} thread(s), steps of {counted.median('copy', 'step_s'):.3f} s; {rounds} rounds; "

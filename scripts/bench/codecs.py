@@ -68,8 +68,6 @@ class SortedTopK(TopK):
 
 
 class Clock:
-    """Times a call on a device."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -187,7 +185,6 @@ def measure(device: torch.device, rounds: int) -> list[Row]:
 
 
 def goals(rows: list[Row]) -> list[Goal]:
-    """Bound the loss of a step of 0.25 s on 10 million parameters by 15 %."""
     ms = {row["codec"]: row["ms per 100 MB"] * 0.4 for row in rows}
     return [at_most(f"{name}, ms for 10M parameters", 37.5, ms[name]) for name in ("topk", "dgc") if name in ms]
 

@@ -53,7 +53,6 @@ def cells(line: str) -> list[str]:
 
 
 def tables(text: str) -> Iterator[Table]:
-    """Read every table of steps."""
     pattern = r"^\*\*(\w+), (\d) hosts, (\w+);.*\*\*\n\n((?:\|.*\n)+)"
     for model, hosts, rate, body in re.findall(pattern, text, flags=re.MULTILINE):
         head, _, *lines = body.splitlines()
@@ -79,7 +78,6 @@ def codecs(text: str) -> dict[str, CodecCost]:
 
 
 def shapes(model: str) -> list[tuple[int, ...]]:
-    """Return the shapes of the bench's BERT, with its tied output layer."""
     width, layers = SIZES[model].hidden, SIZES[model].layers
     head = [(width, width), (width,), (width,), (width,), (VOCABULARY,)]
     return [*bert_shapes(width, layers, VOCABULARY, SEQUENCE), *head]

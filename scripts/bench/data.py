@@ -86,27 +86,14 @@ class Data:
 
 
 class Recipe:
-    """A recipe of tar shards whose samples have one member."""
-
     def __init__(self, data: Data) -> None:
         self.given = data
-
-    def model(self) -> Any:
-        raise NotImplementedError
-
-    loss = model
 
     def data(self, split: str) -> Any:
         return self.given.shards if split == "train" else None
 
     def transform(self, sample: dict[str, Any], rng: Any) -> Any:
         return sample[self.given.member]
-
-    def collate(self, values: list[Any]) -> Any:
-        return collate(values)
-
-    def weight(self, batch: Any) -> int:
-        return len(batch)
 
 
 def collate(values: list[Any]) -> Any:
@@ -125,7 +112,8 @@ def raw(data: Data, workers: int) -> Iterator[int]:
 
 def loader(data: Data, workers: int) -> Loader:
     options = DataOptions(workers=workers)
-    source = open_source(Recipe(data), "train", 0, options)
+    recipe: Any = Recipe(data)
+    source = open_source(recipe, "train", 0, options)
     assert isinstance(source, Samples)
     order = source.order(options.lanes, options.block)
     return Loader(source, order, Split(data.batch), options, collate=collate, weight=len)
@@ -174,7 +162,6 @@ LOADERS: dict[str, Callable[[Data, int], Iterator[int]]] = {
 
 
 def turn(data: Data, workers: int, cold: bool, name: str) -> Turn:
-    """Let a loader read an epoch, and return its samples a second."""
     data.cache(cold)
     return {"rate": alone(count, name, data, workers)}
 

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from trainer.errors import ConfigError
 from trainer.files import write_whole
 from trainer.process.environment import Place
 
+MARK = "<!-- measured -->\n"  # before and after the part of a page that a bench writes
 Row = dict[str, Any]  # column -> value, the same columns in every row of a table
 Turn = Mapping[str, float]  # the numbers of a turn, by name
 Named = TypeVar("Named")
@@ -37,8 +39,6 @@ Named = TypeVar("Named")
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on a measured value."""
-
     name: str
     goal: str
     value: float
@@ -93,7 +93,6 @@ class Rounds:
         return median_ratio(self.values(name, key), self.values(base, key))
 
     def table(self, part: str, label: str, columns: Mapping[str, Callable[[str], Any]]) -> list[Row]:
-        """Return a row for each name; a column is a function of it."""
         return [
             {"part": part, label: name, **{column: value(name) for column, value in columns.items()}}
             for name in self.turns
@@ -199,7 +198,6 @@ def positive(word: str) -> int:
 
 
 def new_file(word: str) -> Path:
-    """Check before a bench measures that its result can be written."""
     path = Path(word)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{word}: is a folder; name a file")
@@ -214,7 +212,6 @@ def median_ratio(own: Iterable[float], others: Iterable[float]) -> float:
 
 
 def matching(option: str, pattern: str, choices: Iterable[Named]) -> list[Named]:
-    """Return the choices that the pattern is found in."""
     listed = list(choices)
     found = [each for each in listed if re.search(pattern, str(each))]
     if not found:
@@ -225,7 +222,10 @@ def matching(option: str, pattern: str, choices: Iterable[Named]) -> list[Named]
 class Report:
     """The tables and goals of a bench. They are printed and written at the end, also of a bench that was stopped."""
 
-    def __init__(self, file: Path | None, packages: Sequence[str] | None = ("torch",)) -> None:
+    def __init__(
+        self, file: Path | None, packages: Sequence[str] | None = ("torch",), out: Path | None = None
+    ) -> None:  # fmt: skip
+        self.out = out
         self.file, self.about = file, {} if packages is None else print_machine(packages)
         self.tables, self.goals, self.notes = list[list[Row]](), list[Goal](), list[str]()
 
@@ -239,15 +239,23 @@ class Report:
     def __exit__(self, *_: object) -> None:
         """Print the tables and the goals; write all of them to the file, with the rows in one list."""
         print(self.text(), end="")
+        if self.out is not None and self.tables:
+            write_page(self.out, paragraphs(machine_line(self.about), self.text()))
         if self.file is not None:
             rows = [row for table in self.tables for row in table]
             everything = {"machine": self.about, "rows": rows, "goals": [dataclasses.asdict(g) for g in self.goals]}
             self.file.write_text(json.dumps(everything, indent=1) + "\n")
 
     def text(self) -> str:
-        """Return the tables, and a line for each goal."""
         goals = (f"- {g.name}: {g.goal}, measured {g.value:.4g}, {'met' if g.met else 'missed'}" for g in self.goals)
         return paragraphs(*map(markdown, self.tables), "\n".join([*goals, *self.notes]))
+
+
+def write_page(file: Path, text: str) -> None:
+    """Put the text between the marks of a page of Markdown, or make the page."""
+    page = file.read_text() if file.exists() else f"# {file.stem}\n\n{MARK}{MARK}"
+    head, _, rest = page.partition(MARK)
+    file.write_text(f"{head}{MARK}{text}{MARK}{rest.partition(MARK)[2]}")
 
 
 class Record(dict[str, Any]):
@@ -308,17 +316,14 @@ def listed(about: Row) -> str:
 
 
 def machine_line(about: Row) -> str:
-    """Return the machine as a line of a page of docs/measurements."""
-    return f"Machine: {listed(about)}."
+    return textwrap.fill(f"Machine: {listed(about)}.", 118)
 
 
 def paragraphs(*parts: str) -> str:
-    """Return the text of a page. Empty parts are left out."""
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
 def missing(packages: Iterable[str]) -> str:
-    """Return the packages that are not installed, in words."""
     lacks = [package for package in packages if not installed(package)]
     return f"needs {' and '.join(lacks)} (extra [peers])" if lacks else ""
 

@@ -168,8 +168,6 @@ class Over(Exception):
 
 
 class Timed(Callback):
-    """Counts the steps of a turn."""
-
     role = Role.MEASURE  # after the callbacks that train
 
     def __init__(self, clock: Iterable[int]) -> None:

@@ -13,7 +13,6 @@ takes about half an hour.
 import gc
 import itertools
 import statistics
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,10 +27,7 @@ from scripts.bench.harness import (
     Row,
     Turn,
     at_most,
-    machine_line,
-    markdown,
     on_ranks,
-    paragraphs,
     parser,
 )  # fmt: skip
 from scripts.bench.overhead.steps import device
@@ -136,7 +132,6 @@ def measure(world: int, rounds: int) -> list[Row]:
 
 
 def goals(tables: list[list[Row]]) -> list[Goal]:
-    """Return the goals of all monitors: 0.5 % of a step of 10 ms."""
     return [
         at_most(f"{row['monitor']}, {row['part'].split(';')[0]}, CPU us of a step", BOUND_US, row["extra CPU us"])
         for table in tables
@@ -145,31 +140,13 @@ def goals(tables: list[list[Row]]) -> list[Goal]:
     ]
 
 
-def page(tables: list[list[Row]], found: list[Goal], about: Row) -> str:
-    """Return the page of docs/measurements."""
-    missed = "; ".join(goal.name for goal in found if not goal.met)
-    verdict = f"Missed: {missed}." if missed else "All are met."
-    return paragraphs(
-        "# What monitors take of a step",
-        "`python -m scripts.bench.monitors` trains an MLP 64-64-10, batch 32 a rank, SGD, one thread.\n"
-        "Runs are in pairs, one after the other: with a monitor and without it. The numbers are CPU microseconds\n"
-        "of a step, of all threads of a rank: the median over blocks of 50 steps, and the mean over ranks.\n"
-        "Extra is the median over rounds of the difference in a pair, least and most are its extremes.",
-        machine_line(about),
-        *(markdown(table) for table in tables),
-        textwrap.fill(f"The goal of each is 50 us: 0.5 % of a step of 10 ms. {verdict}", 118),
-    )
-
-
 def main() -> None:
-    rounds, out = "pairs of each monitor, at least 5; without it 9", "write the tables as a page of Markdown"
+    rounds, out = "pairs of each monitor, at least 5; without it 9", "write the tables to a page of Markdown"
     args = parser("monitors", __doc__, "5 rounds", rounds, out).parse_args()
-    with Report(args.json) as report:
+    with Report(args.json, out=args.out) as report:
         for world in STEPS:
             report.add(measure(world, max(5, args.rounds or (5 if args.quick else 9))))
         report.goals = goals(report.tables)
-    if args.out:
-        args.out.write_text(page(report.tables, report.goals, report.about))
 
 
 if __name__ == "__main__":

@@ -10,28 +10,23 @@ the time of a step beyond the 960 ms that a stage works. Needs Linux, root and i
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils.data import TensorDataset
 
 from scripts.bench.harness import Goal, Report, Rounds, Row, at_most, median_ratio, parser
-from scripts.bench.hosts import Ask, Clock, Order, place_of, ranks_in, serve
-from scripts.bench.stages import Chain, train
+from scripts.bench.hosts import Ask, Clock, Order, Timed, fit, place_of, ranks_in, serve
+from scripts.bench.squares import Chain, Squares, quiet
 from scripts.command import command
 from trainer.callbacks.pipeline import PipelineParallel
 
 STAGES, MICROS = 4, 8
 FORWARD_S, BACKWARD_S = 0.040, 0.080
 WIDTH = 1 << 18  # 1 MiB
-RATES = {
-    "0 ms": "unlimited",
-    "10 ms": "768mbit",
-    "20 ms": "384mbit",
-    "40 ms": "192mbit",
-}  # a message's time -> a rate
+RATES = {"0 ms": "unlimited", "10 ms": "768mbit", "20 ms": "384mbit", "40 ms": "192mbit"}  # a message's time -> a rate
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "2bw": {"schedule": "pipedream_2bw"},
@@ -61,25 +56,21 @@ class Block(nn.Module):
         return y
 
 
-class Recipe:
+class Recipe(Squares):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, STAGES, samples=MICROS)
+
     def model(self) -> nn.Module:
         return Chain(Block() for _ in range(STAGES))
-
-    def data(self, split: str) -> TensorDataset | None:
-        return TensorDataset(torch.ones(MICROS, WIDTH)) if split == "train" else None
-
-    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return model(batch[0]).mean()
 
 
 def turn(order: Order, ask: Ask) -> None:
     pipeline = PipelineParallel(STAGES, cut=list(range(1, STAGES)), **SCHEDULES[order["row"]])
-    clock = Clock(ask, order["steps"])
-    train(place_of(order), clock, Recipe(), {"pipeline": pipeline}, MICROS, MICROS, clip_norm=1.0)
+    place, callbacks = place_of(order), {"pipeline": pipeline, "timed": Timed(Clock(ask, order["steps"]))}
+    fit(quiet(Recipe(), callbacks, place, Path(place.store).parent, MICROS, accumulate=MICROS, clip_norm=1.0))
 
 
 def row(message: str, found: Rounds) -> tuple[Row, list[Goal]]:
-    """Return the row of a message's time, and its goals: the waiting of each schedule beside that of the first."""
     work, goals = MICROS * (FORWARD_S + BACKWARD_S), list[Goal]()
     waiting = {name: [seconds - work for seconds in found.values(name)] for name in SCHEDULES}
     made: Row = {"part": f"{STAGES} stages, {MICROS} micro-batches", "a message takes": message}

@@ -59,7 +59,6 @@ def measure(cell: Cell, team: Team, folder: Path, rounds: int) -> list[Row]:
 
 
 def row(cell: Cell, choice: Choice, predicted_s: float, times: list[float]) -> Row:
-    """Return a row of the table; the error is of the median."""
     step_s = median(times)
     name = describe(choice) if choice != NOTHING else "today's config"
     return {

@@ -112,7 +112,6 @@ def start_up(world: int) -> Row:
 
 
 def stage(folder: Path, ranks: range, world: int) -> list[Any]:
-    """Write the files of some ranks: a row of each tensor."""
     entries = []
     for rank in ranks:
         part = {"model": {f"w{i}": Part(torch.full((1, 4), float(rank)), (world, 4), rank) for i in range(TENSORS)}}
@@ -150,7 +149,6 @@ def checkpoint(world: int) -> Row:
 
 
 def handles() -> tuple[int, int]:
-    """Return the files that this process has open, and its mappings."""
     return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
 
 

@@ -14,26 +14,20 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch import Tensor
 
 from scripts.bench.harness import Report, Rounds, Row, Turn, on_ranks, parser
-from scripts.bench.stages import Chain
+from scripts.bench.squares import Squares, quiet
 from scripts.command import command
 from trainer.callback import Callback
 from trainer.callbacks.auto_batch import AutoBatch
 from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.shard.callback import Shard
-from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import Step
-from trainer.optim.factories import adamw
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.rows import local
 from trainer.process.environment import Place
-from trainer.trainer import Trainer
 
 KIB = 2**10
 KINDS = ("parameters", "gradients", "optimizer state")
@@ -47,25 +41,6 @@ WAYS: dict[str, Callable[[], Callback | None]] = {
     "optimizer_in_backward": OptimizerInBackward,
     "auto_batch": AutoBatch,
 }
-
-
-class Squares:
-    """Blocks of square layers with biases, on random vectors."""
-
-    def __init__(self, width: int, depth: int, tokens: int) -> None:
-        self.width, self.depth, self.tokens = width, depth, tokens
-
-    def model(self) -> nn.Module:
-        blocks = [nn.Sequential(nn.Linear(self.width, self.width), nn.GELU()) for _ in range(self.depth)]
-        return nn.Sequential(nn.Linear(self.width, self.width), Chain(blocks), nn.Linear(self.width, 16))
-
-    def data(self, split: str) -> Any:
-        random = torch.Generator().manual_seed(0)
-        x = torch.randn(64, self.tokens, self.width, generator=random)
-        return TensorDataset(x) if split == "train" else None
-
-    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return model(batch[0]).square().mean()
 
 
 class Counts(Callback):
@@ -91,16 +66,10 @@ class Counts(Callback):
 
 
 def train(place: Place, recipe: Squares, way: str, number: int, steps: int) -> Turn:
-    """Return this rank's bytes, and its median seconds of a step."""
-    own, counts = WAYS[way](), Counts()
-    Trainer(
-        recipe, {"counts": counts, **({"own": own} if own else {})}, adamw, batch=4 * place.world,
-        place=replace(place, store=f"{place.store}-{number}"), data=DataOptions(workers=0),
-        options=Options(
-            max_steps=steps + WARM, accelerator="cpu", log_every_steps=1000, run_dir=f"runs/{number}",
-            checkpoint=CheckpointOptions(every_steps=None),
-        ),
-    ).fit()  # fmt: skip
+    made, counts = WAYS[way](), Counts()
+    callbacks: dict[str, Callback] = {"counts": counts, **({"own": made} if made else {})}
+    own = replace(place, store=f"{place.store}-{number}")
+    quiet(recipe, callbacks, own, f"runs/{number}", 4 * place.world, steps + WARM).fit()
     ends = counts.ends[WARM - 1 :]
     return {**counts.bytes, "seconds": statistics.median(b - a for a, b in itertools.pairwise(ends))}
 

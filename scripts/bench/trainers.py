@@ -38,8 +38,6 @@ PACKAGES = {  # that the trainers need
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe on a device, with all that a loop needs."""
-
     recipe: Any
     batches: Callable[[], Iterable[Batch]]  # in host memory, for the loops that take none from the recipe
     batch: int  # samples

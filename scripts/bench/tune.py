@@ -50,8 +50,6 @@ STEPS = {"100mbit": 3, "1gbit": 6, "unlimited": 8}  # of a trial, after one that
 
 
 class Random(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens."""
-
     def __init__(self, rows: int, masked: int) -> None:
         self.rows, self.masked = rows, masked
 
@@ -65,8 +63,6 @@ class Random(Dataset[dict[str, Tensor]]):
 
 
 class Tokens:
-    """BERT of about 10 or 30 million parameters, on random tokens."""
-
     def __init__(self, size: str = "10M") -> None:
         self.bert = SIZES[size].bert()
         self.weight = self.bert.weight
@@ -97,7 +93,6 @@ class Cell(NamedTuple):
 
 
 def make_config(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Compose today's config of a cell."""
     (folder / "recipe").mkdir()
     (folder / "recipe" / "tokens.yaml").write_text(
         "# @package _global_\n"
@@ -156,7 +151,6 @@ def run_rank(measure: Callable[[Team, Path], list[Row]], file: Path) -> None:
 
 
 def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int) -> list[Row]:
-    """Search, try the grid, and compare the two results."""
     options = TuneOptions(budget_s=3600.0, steps=STEPS[cell.rate], warm=1, without=WITHOUT)
     journal = Journal(folder / "tuned.jsonl", [])
     config = make_config(cell, folder)
@@ -189,7 +183,6 @@ def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int)
 
 
 def try_all(cell: Cell, tuning: Tuning, chosen: list[Choice]) -> tuple[list[tuple[Choice, float]], list[float]]:
-    """Try each choice once; return the seconds of its step, and those of every trial."""
     found, walls = [], []
     for number, each in enumerate(chosen, 1):
         began = time.monotonic()

@@ -63,14 +63,12 @@ def options() -> ArgumentParser:
 
 
 def folder(word: str) -> Path:
-    """Check before anything is measured that the table can be written."""
     if not os.access(word, os.W_OK | os.X_OK) or not os.path.isdir(word):
         raise ArgumentTypeError(f"{word}: is no folder that you may write to; make it first")
     return Path(word)
 
 
 def one_of_each(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the first cell of each table, trainer and precision."""
     found: dict[tuple[str, ...], Cell] = {}
     for cell in cells:
         found.setdefault((cell.part, cell.trainer, cell.precision), cell)
@@ -83,7 +81,6 @@ def run_all(found: Rounds, ends: float) -> None:
 
 
 def take_turn(ends: float, cell: Cell) -> Turn:
-    """Measure a cell, if there is time for it."""
     left = ends - time.monotonic()
     if reason := missing(PACKAGES.get(cell.trainer, ())):
         raise Failed(f"not run: {reason}")

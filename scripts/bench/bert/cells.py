@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """The sizes of a BERT."""
-
     vocab: int
     hidden: int
     layers: int

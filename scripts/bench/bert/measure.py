@@ -120,7 +120,6 @@ def echelon(cell: Cell, job: Job, watch: Callback, checkpoint: CheckpointOptions
 
 
 def changes(cell: Cell) -> dict[str, Callback]:
-    """Return the callbacks that a cell asks for."""
     found: dict[str, Callback] = {}
     if cell.compiled != "no":
         found["compile"] = Compile(whole=cell.compiled == "whole", backend=cell.backend)
@@ -132,8 +131,6 @@ def changes(cell: Cell) -> dict[str, Callback]:
 
 
 class Clock:
-    """Times the steps after the warm ones, and the device's peak memory in these."""
-
     def __init__(self, cell: Cell, device: torch.device) -> None:
         self.warm, self.timed, self.device = cell.warm, cell.timed, device
         self.steps, self.began, self.seconds = 0, 0.0, 0.0
@@ -162,7 +159,6 @@ LOOPS: dict[str, Callable[[Job], None]] = {
 
 
 def time_steps(cell: Cell, device: torch.device, folder: Path) -> dict[str, float]:
-    """Return the time of a step, tokens per second, MFU in bf16 if the device's peak is known, and the peak memory."""
     clock = Clock(cell, device)
     job = job_of(cell, device, folder, clock.tick)
     if cell.trainer == "Echelon":
@@ -180,7 +176,6 @@ def kind_of(name: str) -> str:
 
 
 def profile_steps(cell: Cell, device: torch.device, folder: Path) -> dict[str, float]:
-    """Return the milliseconds of a step by kind of kernel."""
     cuda, steps, ms = device.type == "cuda", 0, dict[str, float]()
     profiler = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
 
@@ -215,7 +210,6 @@ class Stall(Callback):
 
 
 def time_checkpoint(cell: Cell, device: torch.device, folder: Path) -> dict[str, float]:
-    """Return by how much a checkpoint delays the steps beside it, how long it is written, and its size."""
     at = cell.warm + cell.timed
     options = CheckpointOptions(str(folder / "ckpt"), every_steps=at, every_minutes=None, when_busy="skip")
     stall = Stall(at)

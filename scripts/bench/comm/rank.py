@@ -40,7 +40,6 @@ SIZES = {"10M": Size(320, 6, 5, 10), "30M": Size(512, 8, 8, 5)}  # by about how 
 
 
 def columns(masked: int) -> dict[str, tuple[int, int]]:
-    """Return the bound of the random numbers of each input, and how many a sample has."""
     return {"input_ids": (VOCABULARY, SEQUENCE), "positions": (SEQUENCE, masked), "labels": (VOCABULARY, masked)}
 
 
@@ -67,13 +66,11 @@ class Synthetic:
 
 
 def alone(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
-    """Train without peers."""
     module, optimizer = build(recipe)
     train(module, optimizer, recipe, clock)
 
 
 def wire(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
-    """Run the all-reduces of a step, back to back, and nothing else."""
     join(place)
     size = sum(p.numel() for p in recipe.model().parameters())
     parts = torch.zeros(size).split(25 << 18)  # 25 MiB, as DDP has them

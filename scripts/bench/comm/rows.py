@@ -66,7 +66,6 @@ class Row:
 
 
 def sends(codec: str = "none", **knobs: Any) -> Formula:
-    """Make the formula of a codec, which the cost model has."""
     return lambda shapes, ranks: sent(of_codec(codec, shapes, ranks, knobs), ranks)
 
 

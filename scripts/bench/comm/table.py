@@ -20,8 +20,6 @@ COMPUTE_S = {"10M": 0.25, "30M": 0.37}  # of a step on one core, about: decides 
 
 @dataclass(frozen=True)
 class Config:
-    """The conditions of one table."""
-
     hosts: int
     model: str
     rate: str
@@ -35,12 +33,10 @@ class Config:
             return [tuple(p.shape) for p in Synthetic(self.model).model().parameters()]
 
     def expected_s(self, row: Row) -> float:
-        """Estimate the seconds of a step."""
         compute = COMPUTE_S[self.model] * max(1.0, self.hosts / (os.cpu_count() or 1))
         return compute + (row.sends(self.shapes, self.hosts) if row.sends else 0.0) / RATES[self.rate]
 
     def steps(self, row: Row, seconds: float) -> int:
-        """Compute the number of steps to time in a turn of about `seconds`: 2 or more."""
         steps = min(24, max(2, round(seconds / self.expected_s(row))))
         return -(-steps // row.every) * row.every
 
@@ -66,12 +62,10 @@ class Result(Rounds):
         return min((name for name in names if self.turns.get(name)), key=self.median, default=None)
 
     def formula(self, name: str) -> float | None:
-        """Compute the bytes that a rank should send in a step."""
         sends = ROWS[name].sends
         return None if sends is None else sends(self.config.shapes, self.config.hosts)
 
     def deviation(self, name: str) -> float | None:
-        """Compute the deviation of the bytes sent from the row's formula, in percent."""
         formula = self.formula(name)
         return None if formula is None else (self.median(name, "sent") / formula - 1) * 100
 

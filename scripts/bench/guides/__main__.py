@@ -32,6 +32,7 @@ from scripts.bench.harness import (
     paragraphs,
     parser,
     print_machine,
+    write_page,
 )
 from scripts.bench.harness import Row as Cells
 from scripts.bench.hosts import Ranks, ranks_in
@@ -43,7 +44,6 @@ PATIENCE_S = 120.0  # of a turn
 
 
 def record_of(file: Path | None, rate: str) -> Record:
-    """Return the rounds so far, and the machines that they ran on."""
     return Record(file, {"rate": rate}, machines=[], rounds=[])
 
 
@@ -106,29 +106,10 @@ def table(record: Record) -> list[Cells]:
 
 
 def page(record: Record) -> str:
-    """Return the page of docs/measurements."""
-    return paragraphs(
-        "# What tuning guides claim, and what was measured",
-        "Guides on the web promise speed-ups for training on a few GPUs. `python -m scripts.bench.guides` measures\n"
-        "each claim that two CPU cores and gloo allow. A measured value is the median over rounds of the ratio\n"
-        "within a round, with the least and the most of them. A speed-up is in samples a second.",
-        f"Two hosts, a rank of one thread on each, are joined by a link of {record['settings']['rate']}. They train\n"
-        "BERT of 10 million parameters on random tokens, 10 samples of 32 tokens a rank. The rows of unequal ranks\n"
-        "have no limit of the link. There one rank sleeps as long as it computes. The rows of memory are one process,\n"
-        f"no link: {', '.join(f'{name} {value}' for name, value in SIZES.items())}.",
-        *limit(record),
-        "Each config goes on `python -m trainer.main --config-dir scripts/bench/guides/conf recipe=tokens`, without "
-        "observers.",
-        *map(machine_line, record["machines"]),
-        markdown(table(record)),
-        "`DDP` is Echelon without callbacks, in torch's buckets. `one bucket` reduces all gradients after the\n"
-        "backward pass. `one rank` is a loop of torch without peers. `each reduced` is a loop of torch's DDP without\n"
-        "`no_sync`. `unequal` has even shares. `activations` recomputes nothing.",
-    )
+    return paragraphs(*limit(record), *map(machine_line, record["machines"]), markdown(table(record)))
 
 
 def limit(record: Record) -> list[str]:
-    """Say what a step without communication would gain, if that was measured."""
     whole = ROWS["communication, before"].complete(record["rounds"])
     if not whole:
         return []
@@ -160,7 +141,7 @@ def main() -> int:
         measure(rows, rounds, record)
     print(page(record))
     if args.out:
-        args.out.write_text(page(record))
+        write_page(args.out, page(record))
     return int(any(len(row.complete(record["rounds"])) < rounds for row in rows if row.ways))
 
 

@@ -32,7 +32,7 @@ def echelon(way: Way, recipe: Synthetic, place: Place, clock: Clock) -> None:
 
 def hold(recipe: Any, cores: float) -> None:
     """Let the rank sleep before each loss, as if it had so much of a core."""
-    limit, loss = Limit(None), recipe.loss
+    limit, loss = Limit(), recipe.loss
     limit.hold(cores)
 
     def held(model: Any, batch: Any) -> Tensor:

@@ -43,8 +43,6 @@ TIMED_S = 4.0  # of the steps that a turn times, about
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a curve."""
-
     model: str
     steps: int
     real: bool
@@ -59,7 +57,6 @@ class Settings:
         return f"{self.model}, {HOSTS} hosts, {RATE}; {batch}; {how}"
 
     def expected_s(self, row: Row) -> float:
-        """Estimate the seconds of a step on the slow link."""
         text = Text(SIZES[self.model])
         with torch.device("meta"):
             shapes = [tuple(p.shape) for p in text.model().parameters()]

@@ -43,7 +43,6 @@ class Outcome:
     real: bool = False
 
     def walls(self, name: str, step: float) -> list[float]:
-        """Compute the seconds until `step`, by round."""
         if self.real:
             steps, _, seconds = zip(*self.curves[name])
             return [float(np.interp(step, [0, *steps], [0.0, *seconds]))] * len(self.turns.turns[""])
@@ -102,7 +101,6 @@ class Outcome:
         return goals
 
     def free_s(self) -> float:
-        """Compute the seconds of all DDP's steps without communication."""
         return self.steps * self.turns.median("")
 
     def draw(self, file: Path) -> None:

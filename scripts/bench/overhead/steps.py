@@ -88,7 +88,6 @@ def step_timer(rounds: int) -> list[Row]:
 
 
 def two_ranks(rounds: int) -> list[Row]:
-    """Time Echelon beside bare DDP; the times are rank 0's."""
     return on_ranks(2, one_of_two, rounds)[0]
 
 

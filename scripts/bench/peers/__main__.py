@@ -12,16 +12,13 @@ always measured. Ranks have one thread each, or a GPU each where there are enoug
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +30,8 @@ from scripts.bench.harness import (
     Rounds,
     Row,
     Turn,
-    machine_line,
-    markdown,
     matching,
     missing,
-    paragraphs,
     parser,
 )  # fmt: skip
 from scripts.bench.peers.table import BARE, lines_of_code, numbers, rows
@@ -139,10 +133,7 @@ def environment(peer: Peer, cell: Cell, order: dict) -> dict[str, str]:
     if cell.ranks == 1:
         more["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
         if peer.launched:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-            more |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
+            more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     return {**os.environ, **more}
 
 
@@ -158,43 +149,8 @@ def measure(cell: Cell, names: list[str], rounds: int) -> list[Row]:
     return rows(part, found, {name: lines_of_code(path) if path.exists() else "-" for name, path in scripts.items()})
 
 
-def page(tables: list[list[Row]], about: Row, called: str) -> str:
-    """Return the page of docs/measurements. A list under the tables has the peers without numbers."""
-    measured = [[each for each in table if each["rounds"]] for table in tables]
-    return paragraphs(
-        "# Echelon beside other trainers",
-        f"`{called}`. Each peer trains the same model with the same\nfused AdamW in fp32, "
-        "by a script of `scripts/bench/peers`, in processes of its own. Ratios are within rounds.",
-        "- *speed, of the bare loop*: steps a second, as a ratio; more is better.\n"
-        "- *first step*: from the start of the process to the end of step 1, with all imports.\n"
-        "- *resume*: the same, of a process that goes on from the checkpoint.\n"
-        "- *stall*: by how much the steps from the saved one on are longer than usual ones. It is a difference of\n"
-        "  sums, so it has the noise of some steps, and may be below 0.\n"
-        "- *peak*: resident memory of rank 0, or on a GPU that of its tensors.\n"
-        "- *lines*: code of the script, without the model, the data and the lines that only the bench needs.",
-        textwrap.fill(machine_line(about), 118),
-        *(markdown(table) for table in measured if table),
-        "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in absences(tables)),
-        "The bare loop saves with `torch.save`, in the loop, and syncs no file. It resumes at the start of the epoch.\n"
-        "Echelon's checkpoints are written beside the steps, synced, and hold the place in the data.",
-        "A resume is measured on one rank of the transformer. On the MLP Echelon orders samples, and seeds three\n"
-        "random generators for each.",
-    )
-
-
-def absences(tables: list[list[Row]]) -> list[str]:
-    """Return a line for each peer without numbers and its reason, with the tables that lack it if others have it."""
-    parts: dict[tuple[str, str], list[str]] = {}
-    for each in (each for each in itertools.chain(*tables) if not each["rounds"]):
-        parts.setdefault((each["peer"], each["ms a step"]), []).append(each["part"].partition(";")[0])
-    return [
-        f"- {peer}{'' if len(found) == len(tables) else ', ' + ' and '.join(found)}: {reason}."
-        for (peer, reason), found in parts.items()
-    ]
-
-
 def options() -> argparse.Namespace:
-    rounds, out = f"of each peer; without it {ROUNDS}", "write the page of Markdown to FILE"
+    rounds, out = f"of each peer; without it {ROUNDS}", "write the tables to a page of Markdown"
     made = parser("peers", __doc__, "1 round, MLP on one rank: a minute", rounds, out)
     made.add_argument("--peers", default="", metavar="REGEX", help=f"search in names: {', '.join(PEERS)}")
     made.add_argument("--cells", default="", metavar="REGEX", help=f"search in: {'; '.join(map(str, CELLS))}")
@@ -206,14 +162,9 @@ def main() -> int:
     names = [name for name in PEERS if name == BARE or re.search(args.peers, name)]
     cells = matching("--cells", args.cells or ("^MLP" if args.quick else ""), CELLS)
     rounds = args.rounds or (1 if args.quick else ROUNDS)
-    with Report(args.json, PACKAGES) as report:
-        try:
-            for cell in cells:
-                report.add(measure(cell, names, rounds))
-        finally:  # also of a bench that was stopped
-            if args.out and report.tables:
-                called = f"python -m scripts.bench.peers --rounds {rounds}"
-                args.out.write_text(page(report.tables, report.about, called))
+    with Report(args.json, PACKAGES, args.out) as report:
+        for cell in cells:
+            report.add(measure(cell, names, rounds))
     return int(any("failed" in str(each["ms a step"]) for table in report.tables for each in table))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import scripts.bench
 from scripts.bench.harness import (
+    MARK,
     Failed,
     Record,
     Report,
@@ -22,6 +23,7 @@ from scripts.bench.harness import (
     median_ratio,
     on_ranks,
     parser,
+    write_page,
 )  # fmt: skip
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
@@ -83,6 +85,14 @@ def test_a_process_of_its_own_answers_or_fails() -> None:
     for how, reason in (("failed", "^why$"), ("killed", "ended with code -9"), ("late", "no result in 0 s")):
         with pytest.raises(Failed, match=reason):
             alone(answer, how, limit_s=0.3)
+
+
+def test_a_page_keeps_what_is_around_the_marks(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    write_page(file, "first\n")
+    file.write_text(f"A head.\n\n{file.read_text().removeprefix('# page').lstrip()}A foot.\n")
+    write_page(file, "second\n")
+    assert file.read_text() == f"A head.\n\n{MARK}second\n{MARK}A foot.\n"
 
 
 def test_a_record_of_other_settings_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import pytest
 from support.ranks import run_ranks
 
 from scripts.bench import pipeline as bench
-from scripts.bench import stages
 from scripts.bench.harness import Rounds
+from scripts.bench.hosts import Timed, fit
+from scripts.bench.squares import quiet
 from trainer.callbacks.pipeline import PipelineParallel
 from trainer.process.environment import Place
 
@@ -19,9 +20,11 @@ def tiny(place: Place) -> list[int]:
     taken = []
     for name, knobs in bench.SCHEDULES.items():
         clock = iter(range(3))
-        pipeline = {"pipeline": PipelineParallel(bench.STAGES, cut=[1, 2, 3], **knobs)}
+        pipeline = PipelineParallel(bench.STAGES, cut=[1, 2, 3], **knobs)
         own = replace(place, store=f"{place.store}-{name.replace(' ', '')}")
-        stages.train(own, clock, bench.Recipe(), pipeline, bench.MICROS, bench.MICROS, clip_norm=1.0)
+        callbacks = {"pipeline": pipeline, "timed": Timed(clock)}
+        recipe, micros = bench.Recipe(), bench.MICROS
+        fit(quiet(recipe, callbacks, own, f"{own.store}-run", micros, accumulate=micros, clip_norm=1.0))
         taken.append(3 - len(list(clock)))
     return taken
 
