@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +23,7 @@ from scripts.bench.trainers import Job, observers
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile
-from trainer.config.options import CheckpointOptions, Options
+from trainer.config.options import CheckpointOptions
 from trainer.errors import ConfigError, is_out_of_memory
 from trainer.monitors.memory.allocator import GIB, peak_resident
 from trainer.monitors.throughput import PEAKS
@@ -112,9 +112,6 @@ def echelon(cell: Cell, job: Job, watch: Callback, checkpoint: CheckpointOptions
     Raises:
         ConfigError: Echelon can't do what the cell wants.
     """
-    formats = get_args(get_type_hints(Options)["precision"])
-    if cell.precision not in formats:
-        raise ConfigError(f"trainer.precision={cell.precision}: is not one of {', '.join(formats)}")
     callbacks = {**observers(), **changes(cell), "watch": watch}
     trainers.echelon(replace(job, steps=100_000), callbacks, checkpoint=checkpoint)
 
