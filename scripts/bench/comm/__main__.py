@@ -17,7 +17,7 @@ from functools import partial
 
 from scripts.bench.comm import rank
 from scripts.bench.comm.rank import SIZES
-from scripts.bench.comm.rows import BASES, QUICK, ROWS, Row
+from scripts.bench.comm.rows import BASES, QUICK, ROWS
 from scripts.bench.comm.table import RATES, Config, Result
 from scripts.bench.harness import Report, Turn, parser
 from scripts.bench.hosts import Ranks, ranks_in
@@ -32,24 +32,15 @@ def take_turn(ranks: Ranks, config: Config, seconds: float, name: str) -> Turn:
     return ranks.turn(config.model, name, config.rate, steps, patience_s, row.learns)
 
 
-def select(words: Iterable[str]) -> dict[str, Row]:
-    """Return the rows that `words` name and those that all are compared with. Name the rows that can't be built."""
+def select(words: Iterable[str]) -> list[str]:
+    """Return the rows that `words` name and those that all are compared with."""
     chosen = {*BASES}
     for word in words:
         found = {name for name in ROWS if name == word or name.startswith(f"{word}-")}
         if not found:
             raise ConfigError(f"--rows {word}: no such row; {nearest(word, list(ROWS))}")
         chosen |= found
-    rows = {}
-    for name, row in ROWS.items():
-        if name in chosen:
-            try:
-                row.build()
-            except ConfigError as error:
-                print(f"{name}: not measured, {error}\n")
-            else:
-                rows[name] = row
-    return rows
+    return [name for name in ROWS if name in chosen]
 
 
 def options() -> argparse.Namespace:

@@ -11,9 +11,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
-from trainer.comm.codecs.registry import CODECS
 from trainer.composition import arrange
-from trainer.errors import ConfigError
 from trainer.tools.cost_model.messages import Shapes, of_codec, powersgd, sent
 from trainer.tools.cost_model.messages import onebit_adam as signs
 
@@ -52,14 +50,6 @@ class Row:
         return self.every * math.ceil(5 / self.every)
 
     def build(self) -> dict[str, Callback]:
-        """Build the callbacks.
-
-        Raises:
-            ConfigError: this checkout lacks a codec or refuses the combination.
-        """
-        codec = self.callbacks.get("grad_compress", {}).get("codec", "bf16")
-        if codec not in CODECS:
-            raise ConfigError(f"no codec {codec}")
         built = {name: CLASSES[name](**arguments) for name, arguments in self.callbacks.items()}
         arrange(built, set())
         return built
