@@ -53,8 +53,7 @@ def test_a_run_that_fails_says_so() -> None:
 def test_the_bare_loop_and_echelon(tmp_path: Path) -> None:
     program = f"""if True:
         import sys
-        from scripts.bench.harness import Failed
-from scripts.bench.peers import __main__ as bench
+        from scripts.bench.peers import __main__ as bench
         bench.CELLS = [bench.{CELL!r}]
         sys.exit(bench.main())
     """
