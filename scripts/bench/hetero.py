@@ -66,7 +66,7 @@ class Limit:
 
 class Held(Squares):
     def __init__(self, case: Case, limit: Limit) -> None:
-        super().__init__(case.width, 16, case.tokens, BATCH)
+        super().__init__(case.width, 8, case.tokens, BATCH)
         self.limit = limit
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
