@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes.bert import Bert
-from scripts.bench.report import Row, parser, print_machine, report
+from scripts.bench.harness import Report, Row, parser
 from scripts.command import command
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.comm.ranks import Ranks
@@ -74,29 +74,23 @@ def kept_bytes(model: nn.Module, forward: Callable[[], Tensor], device: torch.de
 
 
 def measure(device: torch.device, quick: bool, rounds: int, dropout: float) -> list[Row]:
-    """Return a row for each policy. Policy `offload` needs a GPU: a CPU's memory is the host's."""
     layers, hidden, sequence, batch = (2, 64, 32, 2) if quick else (6, 256, 128, 16)
     recipe, data = task(layers, hidden, sequence, batch, dropout, device)
+    part = f"{layers} layers, hidden {hidden}, sequence {sequence}, batch {batch}, dropout {dropout:g}"
     rows = [
-        {
-            "part": f"{layers} layers, hidden {hidden}, sequence {sequence}, batch {batch}, dropout {dropout:g}",
-            "activation_checkpoint": name,
-            **count(recipe, data, knobs, device, rounds),
-        }
+        {"part": part, "activation_checkpoint": name, **count(recipe, data, knobs, device, rounds)}
         for name, knobs in ROWS.items()
         if name != "offload" or device.type == "cuda"
     ]
     kept, flops = rows[0]["kept, MiB"], rows[0]["FLOPs, of plain"]
-    return [
-        {**row, "kept, of plain": row["kept, MiB"] / kept, "FLOPs, of plain": row["FLOPs, of plain"] / flops}
-        for row in rows
-    ]
+    for row in rows:
+        row |= {"kept, of plain": row["kept, MiB"] / kept, "FLOPs, of plain": row["FLOPs, of plain"] / flops}
+    return rows
 
 
 def task(
     layers: int, hidden: int, sequence: int, batch: int, dropout: float, device: torch.device
 ) -> tuple[Bert, dict[str, Tensor]]:
-    """Return a BERT's recipe and a batch of random tokens."""
     recipe = Bert(vocab=2048, sequence=sequence, hidden=hidden, layers=layers, heads=4, dropout=dropout)
     return recipe, {
         "input_ids": torch.randint(2048, (batch, sequence), device=device),
@@ -137,10 +131,10 @@ def count(recipe: Bert, data: dict[str, Tensor], knobs: dict[str, Any], device: 
 
 def main() -> None:
     args = parser("activations", __doc__, "a tiny model: seconds", "passes that are timed; without it 3").parse_args()
-    about = print_machine(["torch", "transformers"])
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    tables = [measure(device, args.quick, args.rounds or 3, dropout) for dropout in (0.0, 0.1)]
-    report(tables, [], about, args.json)
+    with Report(args.json, ("torch", "transformers")) as report:
+        for dropout in (0.0, 0.1):
+            report.add(measure(device, args.quick, args.rounds or 3, dropout))
 
 
 if __name__ == "__main__":

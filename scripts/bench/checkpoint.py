@@ -18,7 +18,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.utils._pytree import tree_leaves
 
-from scripts.bench.report import Goal, Row, at_most, median_ratio, parser, positive, print_machine, report
+from scripts.bench.harness import Goal, Report, Rounds, Row, at_most, parser, positive
+from scripts.bench.squares import Squares, quiet
 from scripts.command import command
 from trainer.callback import Callback
 from trainer.checkpointing import Checkpointer
-from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -42,22 +43,6 @@ LAYERS = {"100MB": 2, "2GB": 40}  # of WIDTH x WIDTH float32, with two moments e
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 BEFORE, AFTER = 5, 2  # steps of a turn before the save, and after it is durable
 Done = Callable[[], bool]
-
-
-class Wide:
-    """A stack of square layers, on random numbers."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.layers)))
-
-    def data(self, split: str) -> Any:
-        return [{"x": torch.randn(4, WIDTH)} for _ in range(64)] if split == "train" else None
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["x"]).square().mean()
 
 
 class Way:
@@ -71,22 +56,6 @@ class Way:
     def begin(self, trainer: Trainer) -> Done:
         raise NotImplementedError
 
-    def synced(self, written: Future[Any] | None) -> Done:
-        """Sync the files in a thread, after `written` is complete."""
-
-        def sync() -> None:
-            if written is not None:
-                written.result()
-            for path in [*sorted(self.folder.rglob("*")), self.folder]:
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
-
-        return self.thread.submit(sync).done
-
-    def states(self, trainer: Trainer) -> dict[str, Any]:
-        return {"model": trainer.module.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-
     def clean(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
@@ -98,7 +67,8 @@ class Copy(Way):
     buffers: list[Tensor] | None = None
 
     def begin(self, trainer: Trainer) -> Done:
-        tensors = [t.detach() for section in self.checkpointer.collect().common.values() for t in leaves(section)]
+        leaves = tree_leaves(dict(self.checkpointer.collect().common))
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         if self.buffers is None:
             self.buffers = [torch.zeros_like(t) for t in tensors]
         began = time.perf_counter()
@@ -127,25 +97,35 @@ class Echelon(Way):
         pass
 
 
-class TorchSave(Way):
+class Peer(Way):
+    """Saves a state by another library, and syncs the files in a thread, after they are written."""
+
     def begin(self, trainer: Trainer) -> Done:
-        torch.save(self.states(trainer), self.folder / "state.pt")
-        return self.synced(None)
+        states = {"model": trainer.module.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        return self.thread.submit(self.sync, self.save(states)).done
+
+    def sync(self, written: Any) -> None:
+        if isinstance(written, Future):
+            written.result()
+        for path in [*sorted(self.folder.rglob("*")), self.folder]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    def save(self, states: dict[str, Any]) -> Any:
+        torch.save(states, self.folder / "state.pt")
 
 
-class DCP(Way):
-    def begin(self, trainer: Trainer) -> Done:
-        dcp.save(self.states(trainer), checkpoint_id=self.folder, no_dist=True)
-        return self.synced(None)
+class DCP(Peer):
+    def save(self, states: dict[str, Any]) -> Any:
+        dcp.save(states, checkpoint_id=self.folder, no_dist=True)
 
 
-class AsyncDCP(Way):
+class AsyncDCP(Peer):
     kind = AsyncCheckpointerType.THREAD
 
-    def begin(self, trainer: Trainer) -> Done:
-        written = dcp.async_save(self.states(trainer), checkpoint_id=self.folder, async_checkpointer_type=self.kind)
-        assert isinstance(written, Future)
-        return self.synced(written)
+    def save(self, states: dict[str, Any]) -> Any:
+        return dcp.async_save(states, checkpoint_id=self.folder, async_checkpointer_type=self.kind)
 
 
 class ProcessDCP(AsyncDCP):
@@ -156,77 +136,50 @@ WAYS: dict[str, type[Way]] = {
     "copy": Copy,
     "nothing": Nothing,
     "Echelon": Echelon,
-    "torch.save": TorchSave,
+    "torch.save": Peer,
     "DCP": DCP,
     "DCP async, thread": AsyncDCP,
     "DCP async, process": ProcessDCP,
 }
 
 
-def leaves(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for item in value.values() for t in leaves(item)] if isinstance(value, dict) else []
-
-
 class Turns(Callback):
-    """Times each step, and saves in one way after the other. `turns` maps a way's name to its measured turns."""
-
     def __init__(self, folder: Path, rounds: int) -> None:
         self.ways = {name: way(folder / str(i)) for i, (name, way) in enumerate(WAYS.items())}
-        self.turns: dict[str, list[Row]] = {name: [] for name in WAYS}
-        order = [list(WAYS)[:: -1 if n % 2 else 1] for n in range(rounds + 1)]  # the first round allocates buffers
-        self.queue = [name for names in order for name in names]
-        self.before: list[float] = []
-        self.beside: list[float] = []
-        self.done: Done | None = None
-        self.ended = time.perf_counter()
+        self.found, self.rounds, self.ended = Rounds.of(WAYS), rounds, time.perf_counter()
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.turns = self.take_turns(trainer)
+        next(self.turns)
 
     def on_step_end(self, trainer: Any) -> None:
-        now = time.perf_counter()
-        seconds = now - self.ended
-        if self.done is None:
-            self.before.append(seconds)
-            if len(self.before) > BEFORE:
-                self.begin(trainer)
-        else:
-            if self.durable_s is None:
-                self.beside.append(seconds)
-                if self.done():
-                    self.durable_s = now - self.began
-            else:
-                self.left -= 1
-            if self.durable_s is not None and self.left <= 0:
-                self.end(trainer)
+        self.turns.send(time.perf_counter() - self.ended)
         self.ended = time.perf_counter()
 
-    def begin(self, trainer: Trainer) -> None:
-        way = self.ways[self.queue[0]]
-        way.clean()
-        self.began = time.perf_counter()
-        self.done = way.begin(trainer)
-        self.stall_s = getattr(way, "seconds", time.perf_counter() - self.began)
-        self.durable_s: float | None = None
-        self.beside, self.left = [], AFTER
-
-    def end(self, trainer: Trainer) -> None:
-        median_s = statistics.median(self.before[1:])
-        turn = {
-            "stall_s": self.stall_s,
-            "durable_s": self.durable_s,
-            "steps": len(self.beside),
-            "median": statistics.median(self.beside) / median_s,
-            "worst": max(self.beside) / median_s,
-            "step_s": median_s,
-        }
-        name = self.queue.pop(0)
-        self.turns[name].append(turn)
-        if name == "Echelon":
-            Nothing.steps = len(self.beside)
-        self.before, self.done = [], None
-        print(name, {key: round(value, 4) for key, value in turn.items()}, flush=True)
-        if not self.queue:
-            trainer.stop("max_steps")
+    def take_turns(self, trainer: Trainer) -> Generator[None, float, None]:
+        """Take the turns of all rounds; each `yield` gives the seconds of a step. The first round allocates buffers."""
+        for n in range(self.rounds + 1):
+            for name in list(WAYS)[:: -1 if n % 2 else 1]:
+                way, before, beside = self.ways[name], list[float](), list[float]()
+                while len(before) <= BEFORE:
+                    before.append((yield))
+                way.clean()
+                began = time.perf_counter()
+                done = way.begin(trainer)
+                stall_s = getattr(way, "seconds", time.perf_counter() - began)
+                while not beside or not done():
+                    beside.append((yield))
+                step_s, durable_s = statistics.median(before[1:]), time.perf_counter() - began
+                turn = {"stall_s": stall_s, "durable_s": durable_s, "step_s": step_s}
+                turn |= {"median": statistics.median(beside) / step_s, "worst": max(beside) / step_s}
+                self.found.turns[name].append(turn)
+                print(name, {key: round(value, 4) for key, value in turn.items()}, flush=True)
+                if name == "Echelon":
+                    Nothing.steps = len(beside)
+                for _ in range(AFTER):
+                    yield
+        trainer.stop("max_steps")
+        yield
 
 
 def keep_memory() -> None:
@@ -247,47 +200,32 @@ def measure(size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]
         os.chdir(folder)
         try:
             turns = Turns(Path(folder), rounds)
-            checkpoint = CheckpointOptions(every_steps=None, every_minutes=None)
-            options = Options(devices=1, max_steps=10**6, run_dir="run", checkpoint=checkpoint, log_every_steps=10**6)
-            trainer = Trainer(
-                Wide(LAYERS[size]),
-                {"turns": turns},
-                batch=4,
-                options=options,
-                data=DataOptions(workers=0),
-                place=Place(),
-            )
+            trainer = quiet(Squares(WIDTH, LAYERS[size]), {"turns": turns}, Place(), folder, 4)
             Way.checkpointer = trainer.loop.checkpointer
             trainer.fit()
         finally:
             os.chdir(here)
     if trainer.stop_reason == "signal":  # which the trainer has handled
         raise SystemExit(128 + signal.Signals[trainer.signals.name])
-    return table(turns.turns, size, threads, rounds)
+    return table(turns.found, size, threads)
 
 
-def table(turns: dict[str, list[Row]], size: str, threads: int, rounds: int) -> tuple[list[Row], list[Goal]]:
-    counted = {name: seen[1:] for name, seen in turns.items()}
-    copies = [turn["stall_s"] for turn in counted["copy"]]
+def table(found: Rounds, size: str, threads: int) -> tuple[list[Row], list[Goal]]:
+    counted = Rounds({name: seen[1:] for name, seen in found.turns.items()})
+    copy_s, rounds = counted.median("copy", "stall_s"), len(counted.turns["copy"])
+    part = f"{size} of state, {threads} thread(s), steps of {counted.median('copy', 'step_s'):.3f} s; {rounds} rounds; "
 
-    def median(name: str, key: str) -> float:
-        return statistics.median(turn[key] for turn in counted[name])
+    def beside(name: str, key: str) -> float | str:
+        return "-" if name in ("copy", "torch.save", "DCP") else counted.median(name, key)
 
-    part = f"{size} of state, {threads} thread(s), steps of {median('copy', 'step_s'):.3f} s; {rounds} rounds; "
-    part += f"a copy takes {statistics.median(copies):.4f} s"
-    rows: list[Row] = []
-    for name in counted:
-        beside = name in ("copy", "torch.save", "DCP")
-        rows.append({
-            "part": part,
-            "way": name,
-            "stall / copy": median_ratio([turn["stall_s"] for turn in counted[name]], copies),
-            "first stall / copy": turns[name][0]["stall_s"] / statistics.median(copies),
-            "stall s": median(name, "stall_s"),
-            "durable after s": "-" if name in ("copy", "nothing") else median(name, "durable_s"),
-            "step beside it": "-" if beside else median(name, "median"),
-            "worst step": "-" if beside else median(name, "worst"),
-        })  # fmt: skip
+    rows = counted.table(f"{part}a copy takes {copy_s:.4f} s", "way", {
+        "stall / copy": lambda name: counted.ratio(name, "copy", "stall_s"),
+        "first stall / copy": lambda name: found.turns[name][0]["stall_s"] / copy_s,
+        "stall s": lambda name: counted.median(name, "stall_s"),
+        "durable after s": lambda name: "-" if name in ("copy", "nothing") else counted.median(name, "durable_s"),
+        "step beside it": lambda name: beside(name, "median"),
+        "worst step": lambda name: beside(name, "worst"),
+    })  # fmt: skip
     ours = {row["way"]: row for row in rows}["Echelon"]
     return rows, [
         at_most(f"{size}: stall, times a copy", 1.3, ours["stall / copy"]),
@@ -300,13 +238,12 @@ def main() -> None:
     made.add_argument("--size", choices=LAYERS, help="of the state; without it both")
     made.add_argument("--threads", type=positive, default=1, help="of torch, for a step; without it 1")
     args = made.parse_args()
-    about = print_machine(["torch", "numpy"])
     keep_memory()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for DCP's async_save
-    sizes = [args.size] if args.size else ["100MB"] if args.quick else list(LAYERS)
-    measured = [measure(size, args.threads, args.rounds or (2 if args.quick else 5)) for size in sizes]
-    report([rows for rows, _ in measured], [goal for _, goals in measured for goal in goals], about, args.json)
+    with Report(args.json, ("torch", "numpy")) as report:
+        for size in [args.size] if args.size else ["100MB"] if args.quick else LAYERS:
+            report.add(*measure(size, args.threads, args.rounds or (2 if args.quick else 5)))
     dist.destroy_process_group()
 
 

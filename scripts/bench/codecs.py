@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 
-from scripts.bench.report import Goal, Row, at_most, median_ratio, parser, print_machine, report
+from scripts.bench.harness import Goal, Report, Rounds, Row, Turn, at_most, median_ratio, parser
 from scripts.command import command
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback
@@ -31,15 +31,16 @@ from trainer.comm.codecs.registry import CODECS
 from trainer.comm.codecs.topk import TopK
 from trainer.tools.measure.codecs import Nowhere
 
+COPY = "a copy"
 BUCKET_BYTES = 25 << 20  # DDP's
 WARM = 3  # rounds that don't count: codecs allocate buffers, torch's PowerSGD sends two steps uncompressed
 
 
-def shapes(width: int = 384, layers: int = 7, words: int = 30522) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of a BERT of 24.3 million parameters."""
+def shapes(width: int = 384, layers: int = 7, words: int = 30522, sequence: int = 512) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of a BERT, without its head; by default 24.3 million parameters."""
     block = [(width, width), (width,)] * 4 + [(width,)] * 4
     block += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    return [(words, width), (512, width), (2, width), (width,), (width,), *block * layers]
+    return [(words, width), (sequence, width), (2, width), (width,), (width,), *block * layers]
 
 
 def buckets(device: torch.device) -> list[tuple[Tensor, Bucket]]:
@@ -67,8 +68,6 @@ class SortedTopK(TopK):
 
 
 class Clock:
-    """Times a call on a device."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -157,42 +156,35 @@ def runners(work: list[tuple[Tensor, Bucket]]) -> dict[str, Runner | HookRunner]
 def measure(device: torch.device, rounds: int) -> list[Row]:
     work, clock = buckets(device), Clock(device)
     flats = [torch.zeros_like(gradients) for gradients, _ in work]
-    copies: list[float] = []
-    runs: dict[str, list[dict[str, float]]] = {}
     made = runners(work)
-    for _ in range(WARM + rounds):
-        copies.append(sum(clock(flat.copy_, gradients)[0] for flat, (gradients, _) in zip(flats, work)))
-        for name, runner in made.items():
-            runs.setdefault(name, []).append(runner.round(flats, clock))
-    megabytes = sum(flat.nbytes for flat in flats) / 1e6
+
+    def turn(name: str) -> Turn:
+        if name != COPY:
+            return made[name].round(flats, clock)
+        return {"mean": sum(clock(flat.copy_, gradients)[0] for flat, (gradients, _) in zip(flats, work))}
+
+    found = Rounds.of([COPY, *made]).run(WARM + rounds, turn)
+    found = Rounds({name: turns[WARM:] for name, turns in found.turns.items()})
+    copies = found.values(COPY, "mean")
+    del found.turns[COPY]
+    mb = sum(flat.nbytes for flat in flats) / 1e6
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
-    copy_ms = statistics.median(copies[WARM:])
-    part = f"{where}; a BERT's gradients, {megabytes:.1f} MB in {len(flats)} buckets; {rounds} rounds; "
-    part += f"1 is a copy: {copy_ms:.2f} ms"
-    return [row(part, name, made[name], runs[name][WARM:], copies[WARM:], megabytes) for name in made]
+    part = f"{where}; a BERT's gradients, {mb:.1f} MB in {len(flats)} buckets; {rounds} rounds; "
 
+    def ratio(key: str, name: str) -> float | str:
+        return median_ratio(found.values(name, key), copies) if key in found.turns[name][0] else "-"
 
-def row(
-    part: str, name: str, runner: Runner | HookRunner, times: list[dict[str, float]], copies: list[float], mb: float
-) -> Row:
-    """Make the row of a codec, with a dash for a part that the codec does not have."""
+    def sends(name: str) -> float | str:
+        reduce = made[name].reduce
+        return reduce.bytes / 1e6 / mb if reduce else "-"
 
-    def ratio(key: str) -> float | str:
-        return median_ratio([t[key] for t in times], copies) if key in times[0] else "-"
-
-    return {
-        "part": part,
-        "codec": name,
-        "sends, of float32": runner.reduce.bytes / 1e6 / mb if runner.reduce else "-",
-        "encode": ratio("encode"),
-        "decode": ratio("decode"),
-        "mean, all of it": ratio("mean"),
-        "ms per 100 MB": statistics.median(t["mean"] for t in times) / mb * 100,
-    }
+    return found.table(f"{part}1 is a copy: {statistics.median(copies):.2f} ms", "codec", {
+        "sends, of float32": sends, "encode": partial(ratio, "encode"), "decode": partial(ratio, "decode"),
+        "mean, all of it": partial(ratio, "mean"), "ms per 100 MB": lambda name: found.median(name, "mean") / mb * 100,
+    })  # fmt: skip
 
 
 def goals(rows: list[Row]) -> list[Goal]:
-    """Bound the loss of a step of 0.25 s on 10 million parameters by 15 %."""
     ms = {row["codec"]: row["ms per 100 MB"] * 0.4 for row in rows}
     return [at_most(f"{name}, ms for 10M parameters", 37.5, ms[name]) for name in ("topk", "dgc") if name in ms]
 
@@ -200,10 +192,10 @@ def goals(rows: list[Row]) -> list[Goal]:
 def main() -> None:
     args = parser("codecs", __doc__, "5 rounds: about 15 seconds", "without it 21, or 5 if --quick").parse_args()
     torch.set_num_threads(1)
-    about = print_machine(["torch", "numpy"])
-    devices = ["cpu", "cuda:0"] if torch.cuda.is_available() else ["cpu"]
-    tables = [measure(torch.device(device), args.rounds or (5 if args.quick else 21)) for device in devices]
-    report(tables, goals(tables[0]), about, args.json)
+    with Report(args.json, ("torch", "numpy")) as report:
+        for device in ["cpu", "cuda:0"] if torch.cuda.is_available() else ["cpu"]:
+            report.add(measure(torch.device(device), args.rounds or (5 if args.quick else 21)))
+        report.goals = goals(report.tables[0])
 
 
 if __name__ == "__main__":

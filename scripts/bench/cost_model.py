@@ -7,7 +7,6 @@ the codecs, and `nothing-reduced` the trainer's own time. No other row is read b
 hooks, which no config chooses, are left out. It takes about 5 seconds.
 """
 
-import argparse
 import math
 import re
 import statistics
@@ -15,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from scripts.bench.codecs import shapes as bert_shapes
 from scripts.bench.comm.rank import SEQUENCE, SIZES, VOCABULARY
 from scripts.bench.comm.rows import ROWS, Row
-from scripts.bench.report import Goal, at_most, new_file, report
-from scripts.bench.report import Row as Cells
+from scripts.bench.harness import Goal, Report, at_most, parser
+from scripts.bench.harness import Row as Cells
 from scripts.command import command
 from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.cost.messages import elements
@@ -53,7 +53,6 @@ def cells(line: str) -> list[str]:
 
 
 def tables(text: str) -> Iterator[Table]:
-    """Read every table of steps."""
     pattern = r"^\*\*(\w+), (\d) hosts, (\w+);.*\*\*\n\n((?:\|.*\n)+)"
     for model, hosts, rate, body in re.findall(pattern, text, flags=re.MULTILINE):
         head, _, *lines = body.splitlines()
@@ -79,12 +78,9 @@ def codecs(text: str) -> dict[str, CodecCost]:
 
 
 def shapes(model: str) -> list[tuple[int, ...]]:
-    """Return the shapes of the bench's BERT, with its tied output layer."""
     width, layers = SIZES[model].hidden, SIZES[model].layers
-    block = [(width, width), (width,)] * 4 + [(width,)] * 2
-    block += [(4 * width, width), (4 * width,), (width, 4 * width), (width,), (width,), (width,)]
     head = [(width, width), (width,), (width,), (width,), (VOCABULARY,)]
-    return [(VOCABULARY, width), (SEQUENCE, width), (2, width), (width,), (width,), *block * layers, *head]
+    return [*bert_shapes(width, layers, VOCABULARY, SEQUENCE), *head]
 
 
 def machine(table: Table, costs: dict[str, CodecCost]) -> Machine:
@@ -116,21 +112,14 @@ def compare(table: Table, costs: dict[str, CodecCost]) -> list[Cells]:
         row = ROWS[name]
         if row.run not in ("ddp", "echelon") or row.hook or name == "nothing-reduced":
             continue
-        found = predict(
-            machine(table, costs), workload(table, row), choice(row), SIZES[table.model].batch * table.hosts
-        )
-        measured_s = 1 / cell["steps/s"]
-        made.append(
-            {
-                "part": str(table),
-                "row": name,
-                "measured, s": measured_s,
-                "predicted, s": found.step_s,
-                **{f"{part}": found.parts[part] for part in ("compute", "communication", "codec")},
-                "error, %": (found.step_s / measured_s - 1) * 100,
-                "MB, error, %": (found.sent_bytes / 1e6 / cell["formula"] - 1) * 100,
-            }
-        )
+        samples, measured_s = SIZES[table.model].batch * table.hosts, 1 / cell["steps/s"]
+        found = predict(machine(table, costs), workload(table, row), choice(row), samples)
+        made.append({
+            "part": str(table), "row": name, "measured, s": measured_s, "predicted, s": found.step_s,
+            **{f"{part}": found.parts[part] for part in ("compute", "communication", "codec")},
+            "error, %": (found.step_s / measured_s - 1) * 100,
+            "MB, error, %": (found.sent_bytes / 1e6 / cell["formula"] - 1) * 100,
+        })  # fmt: skip
     return made
 
 
@@ -150,12 +139,11 @@ def goals(compared: list[list[Cells]]) -> list[Goal]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m scripts.bench.cost_model", description=__doc__)
-    parser.add_argument("--json", type=new_file, metavar="FILE")
-    args = parser.parse_args()
+    args = parser("cost_model", __doc__).parse_args()
     costs = codecs((DOCS / "codecs.md").read_text())
-    compared = [compare(table, costs) for table in tables((DOCS / "comm.md").read_text())]
-    report(compared, goals(compared), {}, args.json)
+    with Report(args.json, None) as report:
+        report.tables = [compare(table, costs) for table in tables((DOCS / "comm.md").read_text())]
+        report.goals = goals(report.tables)
     return 0
 
 

@@ -11,24 +11,21 @@ about 1 GB, are written to a temporary folder in the current folder, so they mea
 of a resume in ten million samples. The bench takes about 10 minutes.
 """
 
-import contextlib
-import importlib.util
 import itertools
-import multiprocessing
 import os
-import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from scripts.bench.report import Goal, Row, at_least, median_ratio, parser, print_machine, report
+from scripts.bench.harness import Goal, Report, Rounds, Row, Turn, alone, at_least, installed, parser
 from scripts.command import command
 from trainer.config.options import DataOptions
 from trainer.data.batch import Split
@@ -77,42 +74,26 @@ class Data:
                 for i in range(self.samples):
                     writer.write({"x": sample(i)[self.member]})
 
-    def drop(self) -> None:
-        """Ask the kernel to drop the files from its page cache."""
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
+    def cache(self, cold: bool) -> None:
+        """Read the files into the kernel's page cache; `cold`: ask it to drop them."""
+        for path in filter(Path.is_file, self.folder.rglob("*")):
+            with path.open("rb") as file:
+                if not cold:
+                    file.read()
+                else:
                     os.fsync(file.fileno())
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def warm(self) -> None:
-        for path in self.folder.rglob("*"):
-            if path.is_file():
-                path.read_bytes()
-
 
 class Recipe:
-    """A recipe of tar shards whose samples have one member."""
-
     def __init__(self, data: Data) -> None:
         self.given = data
-
-    def model(self) -> Any:
-        raise NotImplementedError
-
-    loss = model
 
     def data(self, split: str) -> Any:
         return self.given.shards if split == "train" else None
 
     def transform(self, sample: dict[str, Any], rng: Any) -> Any:
         return sample[self.given.member]
-
-    def collate(self, values: list[Any]) -> Any:
-        return collate(values)
-
-    def weight(self, batch: Any) -> int:
-        return len(batch)
 
 
 def collate(values: list[Any]) -> Any:
@@ -131,15 +112,15 @@ def raw(data: Data, workers: int) -> Iterator[int]:
 
 def loader(data: Data, workers: int) -> Loader:
     options = DataOptions(workers=workers)
-    source = open_source(Recipe(data), "train", 0, options)
+    recipe: Any = Recipe(data)
+    source = open_source(recipe, "train", 0, options)
     assert isinstance(source, Samples)
     order = source.order(options.lanes, options.block)
     return Loader(source, order, Split(data.batch), options, collate=collate, weight=len)
 
 
 def echelon(data: Data, workers: int) -> Iterator[int]:
-    for step in loader(data, workers).train(0):
-        yield sum(step.weights)
+    return (sum(step.weights) for step in loader(data, workers).train(0))
 
 
 def pipeline(data: Data) -> Any:
@@ -153,61 +134,39 @@ def pipeline(data: Data) -> Any:
 def web_dataset(data: Data, workers: int) -> Iterator[int]:
     from webdataset.compat import WebLoader
 
-    for batch in WebLoader(pipeline(data), batch_size=None, num_workers=workers):
-        yield len(batch)
+    return map(len, WebLoader(pipeline(data), batch_size=None, num_workers=workers))
 
 
 def torchdata(data: Data, workers: int) -> Iterator[int]:
     from torchdata.stateful_dataloader import StatefulDataLoader  # pyright: ignore[reportMissingImports]
 
-    for batch in StatefulDataLoader(pipeline(data), batch_size=None, num_workers=workers):
-        yield len(batch)
+    return map(len, StatefulDataLoader(pipeline(data), batch_size=None, num_workers=workers))
 
 
 def streaming(data: Data, workers: int) -> Iterator[int]:
     from streaming import StreamingDataset  # pyright: ignore[reportMissingImports]
 
     dataset = StreamingDataset(local=str(data.folder / "mds"), shuffle=True, batch_size=data.batch)
-    loader = torch.utils.data.DataLoader(
+    return map(len, torch.utils.data.DataLoader(
         dataset, data.batch, num_workers=workers, collate_fn=lambda values: collate([value["x"] for value in values])
-    )
-    for batch in loader:
-        yield len(batch)
-
-
-def there(*packages: str) -> bool:
-    return all(importlib.util.find_spec(package) for package in packages)
+    ))  # fmt: skip
 
 
 LOADERS: dict[str, Callable[[Data, int], Iterator[int]]] = {
     "raw": raw,
     "Echelon": echelon,
     "webdataset": web_dataset,
-    **({"torchdata": torchdata} if there("torchdata", "webdataset") else {}),
-    **({"streaming": streaming} if there("streaming") else {}),
+    **({"torchdata": torchdata} if installed("torchdata") else {}),
+    **({"streaming": streaming} if installed("mosaicml-streaming") else {}),
 }
 
 
-def turn(name: str, data: Data, workers: int, cold: bool) -> float:
-    """Let a loader read an epoch, and return its samples a second."""
-    data.drop() if cold else data.warm()
-    receive, send = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=count, args=(name, data, workers, send))
-    child.start()
-    try:
-        while not receive.poll(0.1):
-            if not child.is_alive() and not receive.poll():
-                raise SystemExit(f"{name}: ended with code {child.exitcode}")
-        return receive.recv()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            assert child.pid
-            os.killpg(child.pid, signal.SIGKILL)  # with workers, some of which would wait forever for their parent
-        child.join()
+def turn(data: Data, workers: int, cold: bool, name: str) -> Turn:
+    data.cache(cold)
+    return {"rate": alone(count, name, data, workers)}
 
 
-def count(name: str, data: Data, workers: int, send: Any) -> None:
-    os.setsid()
+def count(name: str, data: Data, workers: int) -> float:
     torch.set_num_threads(1)
     batches = LOADERS[name](data, workers)
     first = next(batches)
@@ -216,8 +175,7 @@ def count(name: str, data: Data, workers: int, send: Any) -> None:
         seen += samples
         if seen + first >= data.samples - data.batch * max(1, workers):  # the last batches of workers are uneven
             break
-    send.send(seen / (time.perf_counter() - began))
-    os._exit(0)  # prefetched batches are not needed
+    return seen / (time.perf_counter() - began)
 
 
 def many(folder: Path) -> Data:
@@ -241,37 +199,22 @@ def resume_s(data: Data, start: int) -> float:
     return seconds
 
 
-def table(data: Data, workers: int, cold: bool, turns: dict[str, list[float]]) -> tuple[list[Row], list[Goal]]:
-    def ratio(one: str, other: str) -> float:
-        return median_ratio(turns[one], turns[other])
+def table(data: Data, workers: int, cold: bool, found: Rounds) -> tuple[list[Row], list[Goal]]:
+    def ratio(name: str, base: str) -> float:
+        return found.ratio(name, base, "rate")
 
-    part = f"{data.kind} samples, {'cold' if cold else 'warm'}, {workers} worker(s); {len(turns['Echelon'])} rounds"
-    rows = [
-        {
-            "part": part,
-            "loader": name,
-            "samples/s": statistics.median(rates),
-            "of Echelon": ratio(name, "Echelon"),
-            "of raw reading": ratio(name, "raw"),
-            "max / min": max(rates) / min(rates),
-        }
-        for name, rates in turns.items()
-    ]
-    peers = [name for name in turns if name not in ("raw", "Echelon")]
+    part = f"{data.kind} samples, {'cold' if cold else 'warm'}, {workers} worker(s); {len(found.turns['raw'])} rounds"
+    rows = found.table(part, "loader", {
+        "samples/s": lambda name: found.median(name, "rate"),
+        "of Echelon": lambda name: ratio(name, "Echelon"),
+        "of raw reading": lambda name: ratio(name, "raw"),
+        "max / min": lambda name: max(found.values(name, "rate")) / min(found.values(name, "rate")),
+    })  # fmt: skip
+    peers = [name for name in found.turns if name not in ("raw", "Echelon")]
     goals = [at_least(f"{part}: times {name}", 1, ratio("Echelon", name)) for name in peers]
     if data.kind == "large":
         goals.append(at_least(f"{part}: of raw reading", 0.9, ratio("Echelon", "raw")))
     return rows, goals
-
-
-def measure(data: Data, workers: int, cold: bool, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Let all loaders read an epoch in every round, and return their samples a second."""
-    turns: dict[str, list[float]] = {name: [] for name in names}
-    for n in range(rounds):
-        for name in names[:: -1 if n % 2 else 1]:
-            turns[name].append(turn(name, data, workers, cold))
-            print(data.kind, "cold" if cold else "warm", workers, name, round(turns[name][-1], 1), flush=True)
-    return turns
 
 
 def resume_goal(data: Data) -> Goal:
@@ -290,21 +233,17 @@ def main() -> None:
     for name in names:
         if name not in LOADERS:
             raise ConfigError(f"--loaders {name}: no such loader is installed; {nearest(name, list(LOADERS))}")
-    about = print_machine(["torch", "numpy", "webdataset", "torchdata", "mosaicml-streaming"])
-    tables: list[list[Row]] = []
-    goals: list[Goal] = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    packages = ("torch", "numpy", "webdataset", "torchdata", "mosaicml-streaming")
+    with Report(args.json, packages) as report, tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         for kind, samples, batch in (("large", 4096 // scale, 32), ("small", 100_000 // scale, 256)):
             data = Data(kind, Path(folder) / kind, samples, batch)
             data.write()
             next(echelon(data, 0))  # makes the index
             for cold, workers in itertools.product((True, False), (1, 2)):
-                rows, more = table(data, workers, cold, measure(data, workers, cold, names, rounds))
-                tables.append(rows)
-                goals += more
-        goals.append(resume_goal(many(Path(folder) / "many")))
-    print()
-    report(tables, goals, about, args.json)
+                take = partial(turn, data, workers, cold)
+                found = Rounds.of(names).run(rounds, take, f"{kind} {'cold' if cold else 'warm'} {workers}, ")
+                report.add(*table(data, workers, cold, found))
+        report.goals.append(resume_goal(many(Path(folder) / "many")))
 
 
 if __name__ == "__main__":

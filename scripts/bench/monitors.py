@@ -10,38 +10,29 @@ a neighbour's burst on the machine does not count. The bench runs on GPUs if eac
 takes about half an hour.
 """
 
-import functools
 import gc
 import itertools
-import multiprocessing
-import os
 import statistics
-import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from scripts.bench.overhead.loops import MLP, Task, echelon
-from scripts.bench.overhead.steps import device
-from scripts.bench.overhead.turns import silence
-from scripts.bench.report import (
+from scripts.bench.harness import (
     Goal,
+    Report,
+    Rounds,
     Row,
+    Turn,
     at_most,
-    machine_line,
-    markdown,
-    new_file,
-    paragraphs,
+    on_ranks,
     parser,
-    print_machine,
-    report,
-)
+)  # fmt: skip
+from scripts.bench.overhead.steps import device
+from scripts.bench.overhead.turns import MLP, Task
+from scripts.bench.trainers import Batch, echelon
 from scripts.command import command
 from trainer.callback import Callback
 from trainer.comm.reduce import Reduce
@@ -56,6 +47,7 @@ WARM, STEPS = 100, {1: 8000, 2: 2000}  # steps that are not timed, and by the nu
 BLOCK = 50  # steps, of which one is logged
 FAST_S = 0.1  # between two samples of gpu_monitor, ten times as often as by default: a run takes about a second
 BOUND_US = 50.0  # 0.5 % of a step of 10 ms
+RUNS = itertools.count()  # of this process
 
 Callbacks = Callable[[], dict[str, Callback]]
 
@@ -90,85 +82,56 @@ class Batches:
         self.pool, self.steps = [task.batch() for _ in range(64)], steps
         self.taken = list[float]()
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         for n in range(WARM + self.steps + 8):
             if n >= WARM and (n - WARM) % BLOCK == 0:
                 self.taken.append(time.process_time())
             yield self.pool[n % len(self.pool)]
 
 
-def run(place: Place, task: Task, callbacks: dict[str, Callback], folder: Path) -> float:
+def run(place: Place, task: Task, callbacks: dict[str, Callback]) -> float:
     """Train, and return this rank's CPU microseconds of a step, the median over blocks."""
-    steps = STEPS[place.world]
+    steps, number = STEPS[place.world], next(RUNS)
     torch.manual_seed(0)
     batches = Batches(task, steps)
     gc.collect()
-    echelon(task, batches, WARM + steps + 2, folder, callbacks, place)
+    own = replace(place, store=f"{place.store}-{number}") if place.world > 1 else place
+    echelon(task.job(batches, WARM + steps + 2, Path(f"{number}").absolute()), callbacks, own)
     return statistics.median(end - begin for begin, end in itertools.pairwise(batches.taken)) / BLOCK * 1e6
 
 
-def rank_of(rank: int, world: int, folder: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Run all pairs as one of the ranks. Return the microseconds of both runs, by pair and round."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    task, found = replace(MLP, device=device(rank, world)), {name: list[tuple[float, float]]() for name in pairs(world)}
-    with silence():
-        for n in range(rounds):
-            for name in found:
-                us, made = dict[int, float](), PAIRS[name][:2]
-                for which in (1, 0) if n % 2 else (0, 1):
-                    own = Path(folder, f"{n}-{name}-{which}")
-                    store = f"{folder}/store-{n}-{name.replace(' ', '')}-{which}"
-                    place = Place(rank, world, rank, world, store, "benchmark") if world > 1 else Place()
-                    us[which] = run(place, task, made[which](), own)
-                found[name].append((us[0], us[1]))
-    return found
+def rank_of(place: Place, rounds: int) -> Rounds:
+    """Run all pairs as one of the ranks. With one rank, comm_monitor is left out of a run."""
+    task, seen = replace(MLP, device=device(place.rank, place.world)), itertools.count()
 
+    def pair(name: str) -> Turn:
+        backwards = next(seen) // len(found.turns) % 2
+        made = {"without": PAIRS[name][0], "with": PAIRS[name][1]}
+        return {kind: run(place, task, made[kind]()) for kind in list(made)[:: -1 if backwards else 1]}
 
-def pairs(world: int) -> list[str]:
-    """Return the names of the pairs. With one rank, comm_monitor is left out of a run."""
-    return [name for name in PAIRS if world > 1 or not name.startswith("comm_monitor")]
+    found = Rounds.of(name for name in PAIRS if place.world > 1 or not name.startswith("comm_monitor"))
+    return found.run(rounds, pair)
 
 
 def measure(world: int, rounds: int) -> list[Row]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(world, multiprocessing.get_context("spawn")) as pool,
-    ):
-        ask = functools.partial(rank_of, world=world, folder=folder, rounds=rounds)
-        try:
-            ranks = list(pool.map(ask, range(world)))
-        except BaseException:  # also a signal; without its peers a rank would wait for a time-out
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
+    ranks: list[Rounds] = on_ranks(world, rank_of, rounds)
     part = f"{world} rank(s); {rounds} rounds of {STEPS[world]:,} steps, of which each 50th is logged"
-    return [
-        row(part, name, [mean_of(each) for each in zip(*(rank[name] for rank in ranks), strict=True)])
-        for name in pairs(world)
-    ]
 
+    def us(name: str, key: str) -> list[float]:
+        return [statistics.mean(each) for each in zip(*(rank.values(name, key) for rank in ranks), strict=True)]
 
-def mean_of(ranks: tuple[tuple[float, float], ...]) -> tuple[float, float]:
-    without, with_it = (statistics.mean(us) for us in zip(*ranks, strict=True))
-    return without, with_it
+    def extra(name: str) -> list[float]:
+        return [with_it - without for without, with_it in zip(us(name, "without"), us(name, "with"), strict=True)]
 
-
-def row(part: str, name: str, rounds: list[tuple[float, float]]) -> Row:
-    extra = sorted(with_it - without for without, with_it in rounds)
-    return {
-        "part": part,
-        "monitor": name,
-        "CPU us a step without": statistics.median(without for without, _ in rounds),
-        "extra CPU us": statistics.median(extra),
-        "least": extra[0],
-        "most": extra[-1],
-        "what": PAIRS[name][2],
-    }
+    return ranks[0].table(part, "monitor", {
+        "CPU us a step without": lambda name: statistics.median(us(name, "without")),
+        "extra CPU us": lambda name: statistics.median(extra(name)),
+        "least": lambda name: min(extra(name)), "most": lambda name: max(extra(name)),
+        "what": lambda name: PAIRS[name][2],
+    })  # fmt: skip
 
 
 def goals(tables: list[list[Row]]) -> list[Goal]:
-    """Return the goals of all monitors: 0.5 % of a step of 10 ms."""
     return [
         at_most(f"{row['monitor']}, {row['part'].split(';')[0]}, CPU us of a step", BOUND_US, row["extra CPU us"])
         for table in tables
@@ -177,33 +140,13 @@ def goals(tables: list[list[Row]]) -> list[Goal]:
     ]
 
 
-def page(tables: list[list[Row]], found: list[Goal], about: Row) -> str:
-    """Return the page of docs/measurements."""
-    missed = "; ".join(goal.name for goal in found if not goal.met)
-    verdict = f"Missed: {missed}." if missed else "All are met."
-    return paragraphs(
-        "# What monitors take of a step",
-        "`python -m scripts.bench.monitors` trains an MLP 64-64-10, batch 32 a rank, SGD, one thread.\n"
-        "Runs are in pairs, one after the other: with a monitor and without it. The numbers are CPU microseconds\n"
-        "of a step, of all threads of a rank: the median over blocks of 50 steps, and the mean over ranks.\n"
-        "Extra is the median over rounds of the difference in a pair, least and most are its extremes.",
-        machine_line(about),
-        *(markdown(table) for table in tables),
-        textwrap.fill(f"The goal of each is 50 us: 0.5 % of a step of 10 ms. {verdict}", 118),
-    )
-
-
 def main() -> None:
-    options = parser("monitors", __doc__, "5 rounds", "pairs of each monitor, at least 5; without it 9")
-    options.add_argument("--out", type=new_file, metavar="FILE", help="write the tables as a page of Markdown")
-    args = options.parse_args()
-    rounds = max(5, args.rounds or (5 if args.quick else 9))
-    about = print_machine(("torch",))
-    tables = [measure(world, rounds) for world in STEPS]
-    found = goals(tables)
-    report(tables, found, about, args.json)
-    if args.out:
-        args.out.write_text(page(tables, found, about))
+    rounds, out = "pairs of each monitor, at least 5; without it 9", "write the tables to a page of Markdown"
+    args = parser("monitors", __doc__, "5 rounds", rounds, out).parse_args()
+    with Report(args.json, out=args.out) as report:
+        for world in STEPS:
+            report.add(measure(world, max(5, args.rounds or (5 if args.quick else 9))))
+        report.goals = goals(report.tables)
 
 
 if __name__ == "__main__":

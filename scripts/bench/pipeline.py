@@ -10,31 +10,28 @@ the time of a step beyond the 960 ms that a stage works. Needs Linux, root and i
 import sys
 import time
 from functools import partial
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils.data import TensorDataset
 
-from scripts.bench.report import Goal, Row, at_most, parser, print_machine, report
-from scripts.bench.stages import Chain, measure, rank, time_steps
-from scripts.cluster.netns import Cluster
+from scripts.bench.harness import Goal, Report, Rounds, Row, at_most, median_ratio, parser
+from scripts.bench.hosts import Ask, Clock, Order, Timed, fit, place_of, ranks_in, serve
+from scripts.bench.squares import Chain, Squares, quiet
 from scripts.command import command
 from trainer.callbacks.pipeline import PipelineParallel
-from trainer.process.environment import Place
 
 STAGES, MICROS = 4, 8
 FORWARD_S, BACKWARD_S = 0.040, 0.080
 WIDTH = 1 << 18  # 1 MiB
-RATES = {"0 ms": None, "10 ms": "768mbit", "20 ms": "384mbit", "40 ms": "192mbit"}  # a message's time -> a link's rate
+RATES = {"0 ms": "unlimited", "10 ms": "768mbit", "20 ms": "384mbit", "40 ms": "192mbit"}  # a message's time -> a rate
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "2bw": {"schedule": "pipedream_2bw"},
     "2bw, run_ahead=2": {"schedule": "pipedream_2bw", "run_ahead": 2},
 }
-SETTLED = 3  # steps before those that are timed
 
 
 class Sleep(torch.autograd.Function):
@@ -59,60 +56,45 @@ class Block(nn.Module):
         return y
 
 
-class Recipe:
+class Recipe(Squares):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, STAGES, samples=MICROS)
+
     def model(self) -> nn.Module:
         return Chain(Block() for _ in range(STAGES))
 
-    def data(self, split: str) -> TensorDataset | None:
-        return TensorDataset(torch.ones(MICROS, WIDTH)) if split == "train" else None
 
-    def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return model(batch[0]).mean()
-
-
-def train(place: Place, knobs: dict[str, Any], steps: int) -> float:
-    """Return the seconds of a step."""
-    pipeline = PipelineParallel(STAGES, cut=list(range(1, STAGES)), **knobs)
-    return time_steps(Recipe(), {"pipeline": pipeline}, place, MICROS, MICROS, SETTLED, steps, clip_norm=1.0)
+def turn(order: Order, ask: Ask) -> None:
+    pipeline = PipelineParallel(STAGES, cut=list(range(1, STAGES)), **SCHEDULES[order["row"]])
+    place, callbacks = place_of(order), {"pipeline": pipeline, "timed": Timed(Clock(ask, order["steps"]))}
+    fit(quiet(Recipe(), callbacks, place, Path(place.store).parent, MICROS, accumulate=MICROS, clip_norm=1.0))
 
 
-def table(times: dict[str, list[dict[str, float]]]) -> tuple[list[Row], list[Goal]]:
-    rows: list[Row] = []
-    work = MICROS * (FORWARD_S + BACKWARD_S)
+def row(message: str, found: Rounds) -> tuple[Row, list[Goal]]:
+    work, goals = MICROS * (FORWARD_S + BACKWARD_S), list[Goal]()
+    waiting = {name: [seconds - work for seconds in found.values(name)] for name in SCHEDULES}
+    made: Row = {"part": f"{STAGES} stages, {MICROS} micro-batches", "a message takes": message}
+    made |= {f"{name}, ms a step": 1000 * found.median(name) for name in SCHEDULES}
     base, *others = SCHEDULES
-    for message, rounds in times.items():
-        row: Row = {"part": f"{STAGES} stages, {MICROS} micro-batches", "a message takes": message}
-        for name in SCHEDULES:
-            row[f"{name}, ms a step"] = 1000 * median(each[name] for each in rounds)
-        for name in others:
-            row[f"{name}, time"] = median(each[name] / each[base] for each in rounds)
-            row[f"{name}, waiting"] = median((each[name] - work) / (each[base] - work) for each in rounds)
-        rows.append(row)
-    goals = [
-        at_most(f"waiting of {name}, {row['a message takes']}", 0.43, row[f"{name}, waiting"])
-        for row in rows
-        for name in others
-    ]
-    return rows, goals
+    for name in others:
+        made[f"{name}, time"] = found.ratio(name, base)
+        made[f"{name}, waiting"] = median_ratio(waiting[name], waiting[base])
+        goals.append(at_most(f"waiting of {name}, {message}", 0.43, made[f"{name}, waiting"]))
+    return made, goals
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--rank"]:
-        steps = int(sys.argv[3])
-        rank(sys.argv[2], STAGES, {name: partial(train, knobs=knobs, steps=steps) for name, knobs in SCHEDULES.items()})
+        serve(turn, "torch._dynamo")
         return 0
     args = parser("pipeline", __doc__, "one rate, 5 steps, 1 round", "without it 3, or 1 if --quick").parse_args()
-    about = print_machine(("torch",))
-    rates = {"10 ms": RATES["10 ms"]} if args.quick else RATES
     rounds, steps = args.rounds or (1 if args.quick else 3), 5 if args.quick else 8
-    times: dict[str, list[dict[str, float]]] = {message: [] for message in rates}
-    with Cluster(STAGES) as cluster:
-        for n in range(rounds):
-            for message, rate in rates.items():
-                times[message].append(measure(cluster, rate, "scripts.bench.pipeline", [str(steps)]))
-                print(f"round {n + 1}/{rounds}, {message}: {times[message][-1]}", file=sys.stderr)
-    rows, goals = table(times)
-    report([rows], goals, about, args.json)
+    found = {message: Rounds.of(SCHEDULES) for message in (["10 ms"] if args.quick else RATES)}
+    with Report(args.json) as report, ranks_in(STAGES, "scripts.bench.pipeline --rank") as ranks:
+        for message, each in found.items():
+            each.run(rounds, partial(ranks.turn, "", rate=RATES[message], steps=steps, patience_s=60.0), f"{message}, ")
+        rows = [row(message, each) for message, each in found.items()]
+        report.add([made for made, _ in rows], [goal for _, goals in rows for goal in goals])
     return 0
 
 

@@ -8,14 +8,11 @@ iproute2. A cell takes about 10 minutes.
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from scripts.bench.report import Goal, Row, at_most, parser, print_machine, report
-from scripts.bench.tune import STEPS, Cell, choose_cells, make_config, run_cell, run_rank, say
+from scripts.bench.harness import Goal, Row, at_most, matching, parser
+from scripts.bench.tune import STEPS, Cell, bench, make_config, say
 from scripts.command import command
 from trainer.cost.workload import Choice
 from trainer.tools.tune.candidates import NOTHING, describe
@@ -57,15 +54,11 @@ def measure(cell: Cell, team: Team, folder: Path, rounds: int) -> list[Row]:
                 found.append(tuning.run_trial(choice)["step_s"])
             except TrialFailed as error:
                 say(cell, f"round {number} {describe(choice)}: failed: {error}")
-    return [
-        row(cell, choice, model.predict(choice).step_s, found)
-        for choice, found in zip(accepted, times, strict=True)
-        if found
-    ]
+    pairs = zip(accepted, times, strict=True)
+    return [row(cell, choice, model.predict(choice).step_s, found) for choice, found in pairs if found]
 
 
 def row(cell: Cell, choice: Choice, predicted_s: float, times: list[float]) -> Row:
-    """Return a row of the table; the error is of the median."""
     step_s = median(times)
     name = describe(choice) if choice != NOTHING else "today's config"
     return {
@@ -83,21 +76,8 @@ def main() -> int:
     made.add_argument("--cells", default="", metavar="PATTERN", help="a regular expression; without it all 3")
     made.add_argument("--rank", help=argparse.SUPPRESS)
     args = made.parse_args()
-    if args.rank:
-        word, file, rounds = json.loads(args.rank)
-        sys.argv = ["predictions"]
-        run_rank(lambda team, folder: measure(Cell(*word), team, folder, rounds), Path(file))
-        return 0
-    cells = CELLS[:1] if args.quick else choose_cells(args.cells, CELLS)
-    about, tables = print_machine(("torch",)), list[list[Row]]()
-    try:
-        for cell in cells:
-            if found := run_cell(cell, "scripts.bench.predictions", args.rounds or (1 if args.quick else 3)):
-                tables.append(found)
-    finally:  # also of a bench that was stopped
-        everything: list[Any] = [row for table in tables for row in table]
-        report(tables, goals(everything) if everything else [], about, args.json)
-    return 0 if len(tables) == len(cells) else 1
+    cells = list(CELLS[:1]) if args.quick else matching("--cells", args.cells, CELLS)
+    return bench(args, "predictions", cells, measure, goals, rounds=args.rounds or (1 if args.quick else 3))
 
 
 if __name__ == "__main__":

@@ -5,15 +5,15 @@
 A single device's speed is taken from the publication, links from data sheets; the rest is predicted. It takes a second.
 """
 
-import argparse
+import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scripts.bench.codecs import shapes
-from scripts.bench.report import Row as Cells
-from scripts.bench.report import new_file, report
+from scripts.bench.harness import Report, parser
+from scripts.bench.harness import Row as Cells
 from scripts.command import command
 from trainer.cost.machine import Link, Machine
 from trainer.cost.workload import Choice, Workload
@@ -77,38 +77,29 @@ CASES = [
 
 
 def compare(case: Case) -> list[Cells]:
-    made = []
-    own = tuple(map(math.prod, case.shapes))
+    made, own = [], tuple(map(math.prod, case.shapes))
     for ranks, published in case.measured.items():
-        machine = Machine(**{**vars(case.machine), "ranks": ranks})
+        machine = replace(case.machine, ranks=ranks)
         work = Workload(
             own, FORWARD / case.alone, (1 - FORWARD) / case.alone, 0.0, 0.0, 0.0, 0.0, 0.0, 16.0 * sum(own),
             tuple(case.shapes),
         )  # fmt: skip
         found = predict(machine, work, Choice(case.callbacks, case.settings), case.per_rank * ranks)
-        rate = case.per_rank * ranks / found.step_s
-        made.append(
-            {
-                "part": f"{case.name}: {case.source}",
-                "ranks": ranks,
-                "published, samples/s": published,
-                "predicted, samples/s": rate,
-                "published, of linear": published / (case.alone * ranks),
-                "predicted, of linear": rate / (case.alone * ranks),
-                "error, %": (rate / published - 1) * 100,
-            }
-        )
+        rate, linear = case.per_rank * ranks / found.step_s, case.alone * ranks
+        made.append({
+            "part": f"{case.name}: {case.source}", "ranks": ranks,
+            "published, samples/s": published, "predicted, samples/s": rate,
+            "published, of linear": published / linear, "predicted, of linear": rate / linear,
+            "error, %": (rate / published - 1) * 100,
+        })  # fmt: skip
     return made
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m scripts.bench.published", description=__doc__)
-    parser.add_argument("--json", type=new_file, metavar="FILE")
-    args = parser.parse_args()
-    compared: dict[str, list[Cells]] = {}
-    for case in CASES:
-        compared.setdefault(case.name, []).extend(compare(case))
-    report(list(compared.values()), [], {}, args.json)
+    args = parser("published", __doc__).parse_args()
+    with Report(args.json, None) as report:
+        for _, cases in itertools.groupby(CASES, lambda case: case.name):
+            report.add([row for case in cases for row in compare(case)])
     return 0
 
 

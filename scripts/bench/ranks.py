@@ -18,14 +18,16 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from scripts.bench.report import Row, parser, print_machine, report
+from scripts.bench.harness import Report, Row, parser
 from scripts.command import command
 from trainer.checkpoint import commit
 from trainer.checkpoint.fence import Attempt
@@ -47,40 +49,23 @@ class Queues:
     """Stands for `torch.distributed` between threads: a queue for each pair of ranks. Counts messages and bytes."""
 
     def __init__(self) -> None:
-        self.lock, self.pairs = (
-            threading.Lock(),
-            defaultdict[tuple[int, int], queue.SimpleQueue[Tensor]](queue.SimpleQueue),
-        )
+        self.lock, self.pairs = threading.Lock(), defaultdict[Any, queue.SimpleQueue[Tensor]](queue.SimpleQueue)
         self.sent, self.bytes = defaultdict[int, int](int), defaultdict[int, int](int)
 
     def pair(self, source: int, target: int) -> "queue.SimpleQueue[Tensor]":
         with self.lock:
             return self.pairs[source, target]
 
-    def send(self, tensor: Tensor, group: Any, group_dst: int) -> None:
+    def isend(self, tensor: Tensor, group: Any, group_dst: int) -> Any:
         self.sent[group.rank()] += 1
         self.bytes[group.rank()] += tensor.nbytes
         self.pair(group.rank(), group_dst).put(tensor.clone())
-
-    def isend(self, tensor: Tensor, group: Any, group_dst: int) -> Any:
-        self.send(tensor, group, group_dst)
         return mock.Mock()
+
+    send = isend
 
     def recv(self, tensor: Tensor, group: Any, group_src: int) -> None:
         tensor.copy_(self.pair(group_src, group.rank()).get(timeout=60))
-
-
-class Group:
-    """A rank's view of a group."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.own, self.world = rank, world
-
-    def rank(self) -> int:
-        return self.own
-
-    def size(self) -> int:
-        return self.world
 
 
 def agree(world: int) -> Row:
@@ -92,7 +77,8 @@ def agree(world: int) -> Row:
     queues, sums = Queues(), dict[int, list[int]]()
 
     def run(rank: int) -> None:
-        sums[rank] = comm.add_up(torch.tensor([rank, 1, 0, 0, 2**40]), Group(rank, world)).tolist()  # pyright: ignore
+        group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: world)
+        sums[rank] = comm.add_up(torch.tensor([rank, 1, 0, 0, 2**40]), group).tolist()
 
     threading.stack_size(1 << 18)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
@@ -105,19 +91,14 @@ def agree(world: int) -> Row:
     threading.stack_size(0)
     assert all(sums[rank] == [world * (world - 1) // 2, world, 0, 0, world * 2**40] for rank in range(world))
     return {
-        "part": "agreed word of a step",
-        "ranks": world,
-        "messages of a rank": max(queues.sent.values()),
-        "bytes of a rank": max(queues.bytes.values()),
-        "bytes by an all-gather": 40 * (world - 1),
+        "part": "agreed word of a step", "ranks": world, "messages of a rank": max(queues.sent.values()),
+        "bytes of a rank": max(queues.bytes.values()), "bytes by an all-gather": 40 * (world - 1),
         "s, all threads": time.perf_counter() - began,
-    }
+    }  # fmt: skip
 
 
 def start_up(world: int) -> Row:
     """Read and compare the settings of all ranks, as each rank does once."""
-    from dataclasses import asdict
-
     own = {f"trainer.{key}": value for key, value in asdict(Options()).items()}
     text = json.dumps(own)
     began = time.perf_counter()
@@ -125,16 +106,12 @@ def start_up(world: int) -> Row:
     refuse_other_ranks(own, lambda value: rows)
     seconds = time.perf_counter() - began
     return {
-        "part": "settings at the start",
-        "ranks": world,
-        "rounds": math.ceil(math.log2(world)),
-        "bytes that a rank gets": len(text) * world,
-        "s of a rank": seconds,
-    }
+        "part": "settings at the start", "ranks": world, "rounds": math.ceil(math.log2(world)),
+        "bytes that a rank gets": len(text) * world, "s of a rank": seconds,
+    }  # fmt: skip
 
 
 def stage(folder: Path, ranks: range, world: int) -> list[Any]:
-    """Write the files of some ranks: a row of each tensor."""
     entries = []
     for rank in ranks:
         part = {"model": {f"w{i}": Part(torch.full((1, 4), float(rank)), (world, 4), rank) for i in range(TENSORS)}}
@@ -162,30 +139,24 @@ def checkpoint(world: int) -> Row:
         files, maps = handles()
         began, found = time.perf_counter(), open_parts(path, manifest["files"], world)
         took["open, s, a rank"] = time.perf_counter() - began
-        assert found["model"]["w0"].read(world - 1).tolist() == [[world - 1.0] * 4]
+        assert found["model"]["w0"].read(0, world - 1).tolist() == [[world - 1.0] * 4]
         size = (path / "MANIFEST.json").stat().st_size
         opened = [now - before for now, before in zip(handles(), (files, maps), strict=True)]
         return {
-            "part": "checkpoint of parts",
-            "ranks": world,
-            **took,
-            "manifest, MB": size / 1e6,
-            "files": len(manifest["files"]),
-            "files held open": opened[0],
-            "mappings": opened[1],
-        }
+            "part": "checkpoint of parts", "ranks": world, **took, "manifest, MB": size / 1e6,
+            "files": len(manifest["files"]), "files held open": opened[0], "mappings": opened[1],
+        }  # fmt: skip
 
 
 def handles() -> tuple[int, int]:
-    """Return the files that this process has open, and its mappings."""
     return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())
 
 
 def main() -> int:
     args = parser("ranks", __doc__, "64 and 512 ranks", "ignored: everything is measured once").parse_args()
-    about = print_machine(("torch",))
-    worlds = WORLDS[:2] if args.quick else WORLDS
-    report([[measure(world) for world in worlds] for measure in (agree, start_up, checkpoint)], [], about, args.json)
+    with Report(args.json) as report:
+        for measure in (agree, start_up, checkpoint):
+            report.add([measure(world) for world in (WORLDS[:2] if args.quick else WORLDS)])
     return 0
 
 

@@ -17,11 +17,10 @@ import itertools
 import json
 import os
 import random
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -31,12 +30,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from scripts.bench.comm.rank import SIZES, columns
-from scripts.bench.report import Goal, Row, at_least, at_most, parser, print_machine, report
+from scripts.bench.harness import Goal, Report, Row, at_least, at_most, matching, median_ratio, parser
 from scripts.cluster.netns import Cluster
 from scripts.command import command
 from trainer.config.compose import CONF, compose
 from trainer.cost.workload import Choice
-from trainer.errors import ConfigError
 from trainer.process.environment import detect
 from trainer.tools.tune.candidates import NOTHING, describe
 from trainer.tools.tune.journal import Journal
@@ -52,8 +50,6 @@ STEPS = {"100mbit": 3, "1gbit": 6, "unlimited": 8}  # of a trial, after one that
 
 
 class Random(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens."""
-
     def __init__(self, rows: int, masked: int) -> None:
         self.rows, self.masked = rows, masked
 
@@ -67,8 +63,6 @@ class Random(Dataset[dict[str, Tensor]]):
 
 
 class Tokens:
-    """BERT of about 10 or 30 million parameters, on random tokens."""
-
     def __init__(self, size: str = "10M") -> None:
         self.bert = SIZES[size].bert()
         self.weight = self.bert.weight
@@ -99,7 +93,6 @@ class Cell(NamedTuple):
 
 
 def make_config(cell: Cell, folder: Path) -> dict[str, Any]:
-    """Compose today's config of a cell."""
     (folder / "recipe").mkdir()
     (folder / "recipe" / "tokens.yaml").write_text(
         "# @package _global_\n"
@@ -110,49 +103,54 @@ def make_config(cell: Cell, folder: Path) -> dict[str, Any]:
     return compose([f"--config-dir={folder}", "recipe=tokens"], [CONF, folder])[0].config
 
 
-def run_rank(measure: Callable[[Team, Path], Any], file: Path) -> None:
+def bench(
+    args: argparse.Namespace, name: str, cells: list[Cell], measure: Callable[..., list[Row]],
+    goals: Callable[[list[Row]], list[Goal]], **wanted: Any,
+) -> int:  # fmt: skip
+    """Report the rows of `measure(cell, team, folder, **wanted)`, which the first rank of each cell calls.
+
+    The ranks run the same bench NAME, with `--rank`.
+    """
+    if args.rank:
+        word, file, given = json.loads(args.rank)
+        run_rank(lambda team, folder: measure(Cell(*word), team, folder, **given), Path(file))
+        return 0
+    found, measured = list[Row](), 0
+    with Report(args.json) as report:
+        try:
+            for cell in cells:
+                with tempfile.TemporaryDirectory() as folder, Cluster(cell.hosts, RATES[cell.rate]) as cluster:
+                    file = Path(folder) / "result.json"
+                    order = json.dumps([cell, str(file), wanted])
+                    argv = [sys.executable, "-m", f"scripts.bench.{name}", "--rank", order]
+                    cluster.run(argv, cell.ranks_per_host, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
+                    found += json.loads(file.read_text()) if file.exists() else []
+                    measured += file.exists()
+        finally:
+            for _, rows in itertools.groupby(found, lambda row: row["part"]):
+                report.add(list(rows))
+            report.goals = goals(found) if found else []
+    return int(measured < len(cells))
+
+
+def run_rank(measure: Callable[[Team, Path], list[Row]], file: Path) -> None:
     """Be a rank of a cell; the first one calls `measure` and writes its result to `file`."""
     place = detect(os.environ)
     sys.argv = ["tune"]  # Hydra reads it
     importlib.import_module("torch._dynamo")
     gc.freeze()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        team = Team(place, folder, run_order)
+        team = Team(place, Path(name), run_order)
         try:
             if team.leads:
-                file.write_text(json.dumps(measure(team, folder)))
+                file.write_text(json.dumps(measure(team, Path(name))))
             else:
                 team.obey()
         finally:
             team.close()
 
 
-def run_cell(cell: Cell, module: str, *words: Any) -> Any:
-    """Run `module --rank` on each rank of a cell. Return what the first rank wrote; None if a rank failed.
-
-    Args:
-        words: What `module` reads after the cell and the file, as JSON.
-    """
-    with tempfile.TemporaryDirectory() as folder, Cluster(cell.hosts, RATES[cell.rate]) as cluster:
-        file = Path(folder) / "result.json"
-        order = json.dumps([cell, str(file), *words])
-        argv = [sys.executable, "-m", module, "--rank", order]
-        cluster.run(argv, cell.ranks_per_host, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
-        return json.loads(file.read_text()) if file.exists() else None
-
-
-def choose_cells(pattern: str, cells: Iterable[Cell]) -> list[Cell]:
-    """Return the cells whose names the pattern fits."""
-    listed = list(cells)
-    found = [cell for cell in listed if re.search(pattern, str(cell))]
-    if not found:
-        raise ConfigError(f"--cells {pattern}: fits none of the cells, such as '{listed[0]}'")
-    return found
-
-
-def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int) -> Row:
-    """Search, try the grid, and compare the two results."""
+def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int) -> list[Row]:
     options = TuneOptions(budget_s=3600.0, steps=STEPS[cell.rate], warm=1, without=WITHOUT)
     journal = Journal(folder / "tuned.jsonl", [])
     config = make_config(cell, folder)
@@ -174,18 +172,17 @@ def measure(cell: Cell, team: Team, folder: Path, grid: int | None, rounds: int)
     pairs = [[tuning.run_trial(each)["step_s"] for each in (best, tuned)] for _ in range(turns)]
     misses = [abs(t["predicted_s"] / t["step_s"] - 1) for t in trials if t["step_s"]]
     misses += [abs(model.predict(each).step_s / step_s - 1) for each, step_s in tried if (each, step_s) not in times]
-    return {
+    return [{
         "part": "The search beside the best of its grid", "cell": str(cell), "today s": tuning.today["step_s"],
         "tuned s": median(pair[1] for pair in pairs), "best s": median(pair[0] for pair in pairs),
-        "of the best": median(a / b for a, b in pairs) if best != tuned else 1.0,
+        "of the best": median_ratio(*zip(*pairs)) if best != tuned else 1.0,
         "tuned": describe(tuned), "best": describe(best), "trials": len(trials), "error": median(misses),
         "tune s": tune_s, "grid": len(listed), "tried": len(chosen), "grid s": mean(walls) * len(listed),
         "of its time": tune_s / mean(walls) / len(listed),
-    }  # fmt: skip
+    }]  # fmt: skip
 
 
 def try_all(cell: Cell, tuning: Tuning, chosen: list[Choice]) -> tuple[list[tuple[Choice, float]], list[float]]:
-    """Try each choice once; return the seconds of its step, and those of every trial."""
     found, walls = [], []
     for number, each in enumerate(chosen, 1):
         began = time.monotonic()
@@ -205,12 +202,11 @@ def say(cell: Cell, line: str) -> None:
 
 
 def goals(rows: list[Row]) -> list[Goal]:
+    least, most = min(row["of the best"] for row in rows), max(row["of its time"] for row in rows)
     return [
-        at_least(
-            "the tuned config beside the best of the grid, the worst cell", 0.95, min(r["of the best"] for r in rows)
-        ),
-        at_most("time of the search beside the grid's, worst cell", 0.1, max(r["of its time"] for r in rows)),
-        at_most("median error of the predictions, over cells", 0.1, median(r["error"] for r in rows)),
+        at_least("the tuned config beside the best of the grid, the worst cell", 0.95, least),
+        at_most("time of the search beside the grid's, worst cell", 0.1, most),
+        at_most("median error of the predictions, over cells", 0.1, median(row["error"] for row in rows)),
     ]
 
 
@@ -218,22 +214,11 @@ def main() -> int:
     made = parser("tune", __doc__, "the cell of 1 Gbit/s, 2 hosts and 10M, --grid 8: 5 minutes", "without it 5")
     made.add_argument("--cells", default="", metavar="PATTERN", help="a regular expression; without it all 12")
     made.add_argument("--grid", type=int, help="random choices of the grid to try; without it all")
-    made.add_argument("--rank", help=argparse.SUPPRESS)
+    made.add_argument("--rank", default="", help=argparse.SUPPRESS)
     args = made.parse_args()
-    if args.rank:
-        word, file, rounds, grid = json.loads(args.rank)
-        run_rank(lambda team, folder: measure(Cell(*word), team, folder, grid, rounds), Path(file))
-        return 0
     pattern, grid = ("^1gbit, 2 hosts, 10M", args.grid or 8) if args.quick else (args.cells, args.grid)
-    cells = choose_cells(pattern, itertools.starmap(Cell, itertools.product(RATES, (2, 4), SIZES)))
-    about, rows = print_machine(("torch",)), []
-    try:
-        for cell in cells:
-            if (row := run_cell(cell, "scripts.bench.tune", args.rounds or 5, grid)) is not None:
-                rows.append(row)
-    finally:  # also of a bench that was stopped
-        report([rows] if rows else [], goals(rows) if rows else [], about, args.json)
-    return 0 if len(rows) == len(cells) else 1
+    cells = matching("--cells", pattern, itertools.starmap(Cell, itertools.product(RATES, (2, 4), SIZES)))
+    return bench(args, "tune", cells, measure, goals, grid=grid, rounds=args.rounds or 5)
 
 
 if __name__ == "__main__":

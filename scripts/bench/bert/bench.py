@@ -9,29 +9,32 @@ the delay by a checkpoint, and the device's time by kernel. The other trainers n
 With --out the tables also go to FOLDER/GPU-DATE.md. Without a GPU only --quick runs, a miniature to test the bench.
 """
 
-import contextlib
-import io
+import multiprocessing
 import os
 import re
-import sys
+import tempfile
 import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from scripts.bench.bert.cells import Cell, matrix, miniature
-from scripts.bench.bert.loops import PACKAGES, missing
-from scripts.bench.bert.process import Outcome, run_cell
+from scripts.bench.bert.measure import attempt
 from scripts.bench.bert.table import goals, tables
-from scripts.bench.report import parser, positive, print_machine, report
+from scripts.bench.harness import Failed, Report, Rounds, Turn, alone, listed, missing, parser, positive
+from scripts.bench.trainers import PACKAGES
 from trainer.errors import ConfigError
 
 BUDGET_S = 540  # of all cells: the goal is 9 minutes
 CELL_S = 150  # of one cell, of which most is compiling
 LEAST_S = 20  # a cell is not begun with less time left
+LATE = "not run: the time was over"
+EXPECTED = ("not run", "no result", "refused", "out of memory")  # beginnings of reasons that are no fault of the bench
+LOADED = ["scripts.bench.bert.measure", "torch._dynamo"]  # not transformers: with torchao it opens the GPU
 
 
 def main() -> int:
@@ -42,12 +45,13 @@ def main() -> int:
     cells = matrix(torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else 0.0)
     cells = miniature(one_of_each(cells)) if args.quick else cells
     cells = [replace(cell, timed=args.rounds or cell.timed) for cell in cells[: args.cells]]
-    outcomes = {cell: Outcome({}, "not run: the time was over") for cell in cells}
-    try:
-        run_all(outcomes, time.monotonic() + args.budget_s)
-    finally:  # also at a signal to stop
-        finish(outcomes, args.json, args.out)
-    return int(any(outcome.failed for outcome in outcomes.values()))
+    found = Rounds.of(cells)
+    with Report(args.json, ("torch", "transformers", "accelerate", "lightning", "torchao", "triton")) as report:
+        try:
+            run_all(found, time.monotonic() + args.budget_s)
+        finally:  # also at a signal to stop
+            finish(found, report, args.out)
+    return int(any(not reason.startswith(EXPECTED) for reason in found.failed.values()))
 
 
 def options() -> ArgumentParser:
@@ -59,44 +63,42 @@ def options() -> ArgumentParser:
 
 
 def folder(word: str) -> Path:
-    """Check before anything is measured that the table can be written."""
     if not os.access(word, os.W_OK | os.X_OK) or not os.path.isdir(word):
         raise ArgumentTypeError(f"{word}: is no folder that you may write to; make it first")
     return Path(word)
 
 
 def one_of_each(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the first cell of each table, trainer and precision."""
     found: dict[tuple[str, ...], Cell] = {}
     for cell in cells:
         found.setdefault((cell.part, cell.trainer, cell.precision), cell)
     return list(found.values())
 
 
-def run_all(outcomes: dict[Cell, Outcome], ends: float) -> None:
-    """Replace the outcome of each cell that there is time for."""
-    for cell in outcomes:
-        left = ends - time.monotonic()
-        if reason := missing(cell):
-            outcomes[cell] = Outcome({}, f"not run: {reason}")
-        elif left >= LEAST_S:
-            outcomes[cell] = run_cell(cell, min(CELL_S, left))
-            numbers = ", ".join(f"{name} {value:.4g}" for name, value in outcomes[cell].found.items())
-            print(f"{cell.name}: {numbers or outcomes[cell].reason}", file=sys.stderr)
+def run_all(found: Rounds, ends: float) -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(LOADED)
+    found.run(1, partial(take_turn, ends))
 
 
-def finish(outcomes: dict[Cell, Outcome], json: Path | None, out: Path | None) -> None:
-    """Print the tables, the goals and the cells without numbers, and write them to the files."""
-    measured = {cell: outcome.found for cell, outcome in outcomes.items() if outcome.found}
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        about = print_machine(PACKAGES)
-        report(tables(measured), goals(measured), about, json)
-        for cell, outcome in outcomes.items():
-            if outcome.reason:
-                print(f"- {cell.name}: {outcome.reason.splitlines()[-1]}")
-    print(text.getvalue(), end="")
+def take_turn(ends: float, cell: Cell) -> Turn:
+    left = ends - time.monotonic()
+    if reason := missing(PACKAGES.get(cell.trainer, ())):
+        raise Failed(f"not run: {reason}")
+    if left < LEAST_S:
+        raise Failed(LATE)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        return alone(attempt, cell, folder, limit_s=min(CELL_S, left), fork=False)
+
+
+def finish(found: Rounds, report: Report, out: Path | None) -> None:
+    """Fill in the tables, the goals and the cells without numbers, and write the page."""
+    measured = {cell: turns[0] for cell, turns in found.turns.items() if turns}
+    late = dict.fromkeys((cell for cell, turns in found.turns.items() if not turns), LATE)
+    report.tables, report.goals = tables(measured), goals(measured)
+    report.notes = [f"- {cell}: {reason.splitlines()[-1]}" for cell, reason in {**found.failed, **late}.items()]
     if out is not None:
+        about = report.about
         file = out / f"{re.sub('[^a-z0-9]+', '-', about.get('gpu', 'cpu').lower())}-{about['date']}.md"
-        file.write_text(f"# BERT-large on one GPU\n\n`python scripts/bench/gpu.py`: {text.getvalue()}")
-        print(f"written: {file}")
+        head = f"# BERT-large on one GPU\n\n`python scripts/bench/gpu.py`: {listed(about)}"
+        file.write_text(f"{head}\n\n{report.text()}")
+        print(f"written: {file}\n")

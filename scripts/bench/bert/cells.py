@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """The sizes of a BERT."""
-
     vocab: int
     hidden: int
     layers: int
@@ -25,7 +23,7 @@ class Cell:
 
     Attributes:
         part: The table: speed, launches, snapshot or kernels.
-        trainer: A key of `loops.LOOPS`.
+        trainer: Echelon, or one of `measure.LOOPS`.
         sequence: Tokens of a sample.
         micro: Samples of a step.
         compiled: no, blocks or whole.
@@ -47,9 +45,7 @@ class Cell:
     warm: int = 6
     timed: int = 24
 
-    @property
-    def name(self) -> str:
-        """Return the settings in words."""
+    def __str__(self) -> str:
         words = [self.part, self.trainer, f"sequence {self.sequence}", f"micro_batch {self.micro}", self.precision]
         words += [f"compiled {self.compiled}"] if self.compiled != "no" else []
         words += [f"recompute {self.recompute}"] if self.recompute != "no" else []

@@ -44,8 +44,6 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 class RandomText(Bert):
-    """The recipe of a cell."""
-
     def __init__(self, cell: Cell) -> None:
         super().__init__(
             **cell.size._asdict(),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from scripts.bench.bert.cells import PEERS, Cell
-from scripts.bench.report import Goal, Row, at_least, at_most
+from scripts.bench.harness import Goal, Row, at_least, at_most
 
 TITLES = {
     "speed": "training steps; tokens/s of one GPU, MFU of the peak in bf16, peak memory of tensors",
@@ -15,7 +15,6 @@ Measured = Mapping[Cell, Mapping[str, float]]
 
 
 def tables(measured: Measured) -> list[list[Row]]:
-    """Return the tables that have a row, in the order of `TITLES`."""
     found = {part: [cell for cell in measured if cell.part == part] for part in TITLES}
     return [[row for cell in cells for row in ROWS[part](cell, measured)] for part, cells in found.items() if cells]
 
@@ -46,9 +45,8 @@ def snapshot_row(cell: Cell, measured: Measured) -> list[Row]:
 
 
 def kernels_row(cell: Cell, measured: Measured) -> list[Row]:
-    """Return a row for each kind of kernel, the longest first."""
     found, total = measured[cell], sum(measured[cell].values())
-    title = f"{TITLES['kernels']}; {cell.name.partition(', ')[2]}"
+    title = f"{TITLES['kernels']}; {str(cell).partition(', ')[2]}"
     ordered = sorted(found, key=lambda kind: -found[kind])
     return [
         {"part": title, "kernels": kind, "ms a step": found[kind], "share": found[kind] / total} for kind in ordered
@@ -64,7 +62,6 @@ ROWS: dict[str, Callable[[Cell, Measured], list[Row]]] = {
 
 
 def goals(measured: Measured) -> list[Goal]:
-    """Return the goals whose numbers were measured."""
     best: dict[str, float] = {}  # tokens/s of each trainer at its best setting, on the longer sequences
     utilisation: list[float] = []
     plain: dict[str, float] = {}  # eager, in bf16

@@ -12,72 +12,35 @@ takes hours: it measures every row with each number of hosts, model and rate.
 
 import argparse
 import itertools
-import sys
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
+from functools import partial
 
 from scripts.bench.comm import rank
 from scripts.bench.comm.rank import SIZES
-from scripts.bench.comm.rows import BASES, QUICK, ROWS, Row
+from scripts.bench.comm.rows import BASES, QUICK, ROWS
 from scripts.bench.comm.table import RATES, Config, Result
-from scripts.bench.comm.turns import Failed, Ranks
-from scripts.bench.report import Row as Cells
-from scripts.bench.report import parser, print_machine, report
-from scripts.cluster.netns import Cluster
+from scripts.bench.harness import Report, Turn, parser
+from scripts.bench.hosts import Ranks, ranks_in
 from scripts.command import command
 from trainer.errors import ConfigError, nearest
 
 
-def measure(ranks: Ranks, result: Result, rounds: int, seconds: float) -> None:
-    for n in range(rounds):
-        for name in list(result.turns)[:: -1 if n % 2 else 1]:
-            take_turn(ranks, result, name, seconds, f"round {n + 1}/{rounds}")
-
-
-def take_turn(ranks: Ranks, result: Result, name: str, seconds: float, which: str) -> None:
-    config, row = result.config, ROWS[name]
+def take_turn(ranks: Ranks, config: Config, seconds: float, name: str) -> Turn:
+    row = ROWS[name]
     steps = config.steps(row, seconds)
     patience_s = 5 * (row.warm + steps) * config.expected_s(row)
-    try:
-        turn = ranks.turn(config.model, name, config.rate, steps, patience_s, row.learns)
-    except Failed as error:
-        result.failed[name] = str(error)
-        del result.turns[name]
-        print(f"{config}, {which}: {name} failed: {error}", file=sys.stderr)
-        return
-    result.turns[name].append(turn)
-    speed = f"{1 / turn['seconds']:.3f} steps/s, {turn['sent'] / 1e6:.3f} MB sent, {turn['cpu']:.3f} CPU s a step"
-    others = f"others used {result.others(turn):.2f} cores"
-    print(f"{config}, {which}: {name} {speed} ({steps} steps; {others})", file=sys.stderr)
+    return ranks.turn(config.model, name, config.rate, steps, patience_s, row.learns)
 
 
-def select(words: Iterable[str]) -> dict[str, Row]:
-    """Return the rows that `words` name and those that all are compared with. Name the rows that can't be built."""
+def select(words: Iterable[str]) -> list[str]:
+    """Return the rows that `words` name and those that all are compared with."""
     chosen = {*BASES}
     for word in words:
         found = {name for name in ROWS if name == word or name.startswith(f"{word}-")}
         if not found:
             raise ConfigError(f"--rows {word}: no such row; {nearest(word, list(ROWS))}")
         chosen |= found
-    rows = {}
-    for name, row in ROWS.items():
-        if name in chosen:
-            try:
-                row.build()
-            except ConfigError as error:
-                print(f"{name}: not measured, {error}\n")
-            else:
-                rows[name] = row
-    return rows
-
-
-def failures(results: Iterable[Result]) -> list[Cells]:
-    return [
-        {"part": "Failed", "table": str(result.config), "row": name, "error": error}
-        for result in results
-        for name, error in result.failed.items()
-    ]
+    return [name for name in ROWS if name in chosen]
 
 
 def options() -> argparse.Namespace:
@@ -100,19 +63,23 @@ def main() -> int:
     models = [args.model] if args.model else ["10M"] if args.quick else SIZES
     rates = [args.rate] if args.rate else ["100mbit", "1gbit"] if args.quick else RATES
     rounds, seconds = args.rounds or (3 if args.quick else 5), args.seconds or (1.5 if args.quick else 4.0)
-    about = print_machine(("torch", "transformers"))
     results: list[Result] = []
-    try:
-        for n in hosts:
-            with tempfile.TemporaryDirectory() as folder, Cluster(n) as cluster:
-                ranks = Ranks(cluster, Path(folder), rank.__name__)
-                for model, rate in itertools.product(models, rates):
-                    results.append(Result(Config(n, model, rate), {name: [] for name in rows}, {}))
-                    measure(ranks, results[-1], rounds, seconds)
-    finally:  # also of a bench that was stopped
-        whole = [result for result in (each.whole() for each in results) if result]
-        tables = [*(result.table() for result in whole), *filter(None, [failures(results)])]
-        report(tables, [goal for result in whole for goal in result.goals()], about, args.json)
+    with Report(args.json, ("torch", "transformers")) as report:
+        try:
+            for n in hosts:
+                with ranks_in(n, rank.__name__) as ranks:
+                    for model, rate in itertools.product(models, rates):
+                        config = Config(n, model, rate)
+                        results.append(Result(config, {name: [] for name in rows}, {}))
+                        results[-1].run(rounds, partial(take_turn, ranks, config, seconds), f"{config}, ")
+        finally:
+            for whole in filter(None, (result.whole() for result in results)):
+                report.add(whole.rows(), whole.goals())
+            report.add([
+                {"part": "Failed", "table": str(result.config), "row": name, "error": error}
+                for result in results
+                for name, error in result.failed.items()
+            ])  # fmt: skip
     return 0
 
 

@@ -1,17 +1,6 @@
-"""Serves turns on one rank: reads orders as lines of JSON, one a turn, and runs each in a child process of its own.
+"""Serves turns on one rank, each a row: the ways to train."""
 
-A turn pauses four times for an answer: set up, settled, done, settled again. Bytes sent between the two settled states
-are counted. When the link changes no packet is on its way, since the kernel drops packets that wait for a link.
-"""
-
-import importlib
-import json
-import os
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,20 +16,14 @@ from torch.optim import Optimizer
 
 from recipes.bert import Bert
 from scripts.bench.comm.rows import ROWS, Row
-from trainer.callback import Callback, Role
+from scripts.bench.hosts import TIMEOUT_S, Ask, Clock, Order, Timed, fit, place_of, serve
 from trainer.config.options import CheckpointOptions, DDPOptions, Options
-from trainer.context import Context
 from trainer.optim.factories import adamw
 from trainer.optim.groups import parameter_groups
 from trainer.process.environment import Place
-from trainer.process.exit import die_with_parent
 from trainer.trainer import Trainer
 
 VOCABULARY, SEQUENCE, BATCHES = 8192, 32, 8
-SET_UP = 4  # steps before the link gets slow: DDP lays out its buckets, PowerSGD begins after two
-SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
-TIMEOUT_S = 120.0
-Ask = Callable[[dict[str, Any]], None]
 
 
 class Size(NamedTuple):
@@ -57,7 +40,6 @@ SIZES = {"10M": Size(320, 6, 5, 10), "30M": Size(512, 8, 8, 5)}  # by about how 
 
 
 def columns(masked: int) -> dict[str, tuple[int, int]]:
-    """Return the bound of the random numbers of each input, and how many a sample has."""
     return {"input_ids": (VOCABULARY, SEQUENCE), "positions": (SEQUENCE, masked), "labels": (VOCABULARY, masked)}
 
 
@@ -83,51 +65,12 @@ class Synthetic:
         return [{name: draw(*column) for name, column in columns(self.masked).items()} for _ in range(BATCHES)]
 
 
-@dataclass
-class Clock:
-    """The steps of a turn, by number. `ask` sends a message to the bench and waits for the answer."""
-
-    ask: Ask
-    row: Row
-    steps: int
-
-    def __iter__(self) -> Iterator[int]:
-        warm, every = self.row.warm, self.row.every
-        yield from range(SET_UP)
-        self.ask({"set up": True})
-        sent = settled()
-        self.ask({"settled": True})
-        yield from range(SET_UP, warm)
-        began, worked, busy = time.perf_counter(), time.process_time(), machine_s()
-        yield from range(warm, warm + self.steps)
-        took = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - worked, "busy": machine_s() - busy}
-        self.ask({key: value / self.steps for key, value in took.items()})
-        meetings = (warm + self.steps) // every - SET_UP // every
-        self.ask({"sent": (settled() - sent) / (meetings * every)})
-
-
-def machine_s() -> float:
-    """Read the CPU seconds of all processes since the machine's start: user, nice and system."""
-    return sum(map(int, Path("/proc/stat").read_text().split(maxsplit=4)[1:4])) / os.sysconf("SC_CLK_TCK")
-
-
-def settled() -> int:
-    """Wait until no packet is on its way, and read the bytes sent."""
-    sent, before = int(SENT.read_text()), -1
-    while sent != before:
-        time.sleep(0.2)
-        before, sent = sent, int(SENT.read_text())
-    return sent
-
-
 def alone(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
-    """Train without peers."""
     module, optimizer = build(recipe)
     train(module, optimizer, recipe, clock)
 
 
 def wire(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
-    """Run the all-reduces of a step, back to back, and nothing else."""
     join(place)
     size = sum(p.numel() for p in recipe.model().parameters())
     parts = torch.zeros(size).split(25 << 18)  # 25 MiB, as DDP has them
@@ -181,43 +124,18 @@ def train(model: nn.Module, optimizer: Optimizer, recipe: Synthetic, clock: Cloc
         optimizer.zero_grad(set_to_none=True)
 
 
-class Over(Exception):
-    """The end of a turn's steps. Validation and the last checkpoint are skipped."""
-
-
-class Timed(Callback):
-    """Counts the steps of a turn."""
-
-    role = Role.MEASURE  # after the callbacks that train
-
-    def __init__(self, clock: Clock) -> None:
-        self.steps = iter(clock)
-
-    def on_fit_start(self, trainer: Context) -> None:
-        next(self.steps)
-
-    def on_step_end(self, trainer: Context) -> None:
-        if next(self.steps, None) is None:
-            trainer.emit("on_flush")  # deferred all-reduces need their peers
-            raise Over
-
-
 def echelon(row: Row, recipe: Synthetic, place: Place, clock: Clock) -> None:
     folder = Path(place.store).parent
-    options = Options(
-        max_steps=10**6,  # `Timed` ends the turn before
-        accelerator="cpu",
-        run_dir=str(folder / "run"),
-        timeout_s=TIMEOUT_S,
-        checkpoint=CheckpointOptions(str(folder / "ckpt"), every_steps=None, every_minutes=None),
-        ddp=DDPOptions(row.bucket_mib),
-    )
+    options = options_in(folder, row, max_steps=10**6)  # `Timed` ends the turn before
     callbacks = {**row.build(), "timed": Timed(clock)}
-    trainer = Trainer(recipe, callbacks, adamw, batch=recipe.batch * place.world, options=options, place=place)
-    try:
-        trainer.fit()
-    except Over:
-        trainer.close()
+    fit(Trainer(recipe, callbacks, adamw, batch=recipe.batch * place.world, options=options, place=place))
+
+
+def options_in(folder: Path, row: Row, **more: Any) -> Options:
+    return Options(
+        accelerator="cpu", run_dir=str(folder / "run"), timeout_s=TIMEOUT_S, ddp=DDPOptions(row.bucket_mib),
+        checkpoint=CheckpointOptions(str(folder / "ckpt"), every_steps=None, every_minutes=None), **more,
+    )  # fmt: skip
 
 
 RUNS: dict[str, Callable[[Row, Any, Place, Clock], None]] = {
@@ -225,42 +143,10 @@ RUNS: dict[str, Callable[[Row, Any, Place, Clock], None]] = {
 }
 
 
-def turn(order: dict[str, Any], ask: Ask) -> None:
-    row = ROWS[order["row"]]
-    torch.set_num_threads(1)
-    place = Place(order["rank"], order["world"], 0, 1, order["store"], "benchmark")
-    RUNS[row.run](row, Synthetic(order["model"], place.rank), place, Clock(ask, row, order["steps"]))
-
-
-def serve(turn: Callable[[dict[str, Any], Ask], None]) -> None:
-    """Run `turn` in a child process for each order on standard input."""
-    importlib.import_module("transformers.models.bert.modeling_bert")  # once, for all children
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # so that the output of libraries does not mix with answers
-
-    def tell(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    def ask(question: dict[str, Any]) -> None:
-        tell(question)
-        sys.stdin.readline()
-
-    tell({"started": True})
-    for line in iter(sys.stdin.readline, ""):
-        server = os.getpid()
-        child = os.fork()
-        if not child:
-            die_with_parent(server)
-            try:
-                turn(json.loads(line), ask)
-            except BaseException as error:
-                traceback.print_exc()
-                tell({"error": f"{type(error).__name__}: {error}".splitlines()[0][:100]})
-                os._exit(1)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        tell({"error": f"ended with code {code}"} if code else {"ended": True})
+def turn(order: Order, ask: Ask) -> None:
+    row, place = ROWS[order["row"]], place_of(order)
+    clock = Clock(ask, order["steps"], row.warm, row.every)
+    RUNS[row.run](row, Synthetic(order["model"], place.rank), place, clock)
 
 
 if __name__ == "__main__":

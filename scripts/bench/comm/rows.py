@@ -5,18 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.bench.report import Row as Cells
+from scripts.bench.harness import Row as Cells
 from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.local_sgd.callback import LocalSGD
 from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.comm.codecs.powersgd import factors
-from trainer.comm.codecs.registry import CODECS, make
+from trainer.comm.codecs.registry import make
 from trainer.comm.codecs.sign import sign_bytes
 from trainer.composition import arrange
 from trainer.cost.messages import Message, Shapes, plain, sent
-from trainer.errors import ConfigError
 
 Formula = Callable[[Shapes, int], float]  # shapes, number of ranks -> bytes that a rank sends in a step
 CLASSES: dict[str, type[Callback]] = {
@@ -53,14 +52,6 @@ class Row:
         return self.every * math.ceil(5 / self.every)
 
     def build(self) -> dict[str, Callback]:
-        """Build the callbacks.
-
-        Raises:
-            ConfigError: this checkout lacks a codec or refuses the combination.
-        """
-        codec = self.callbacks.get("grad_compress", {}).get("codec", "bf16")
-        if codec not in CODECS:
-            raise ConfigError(f"no codec {codec}")
         built = {name: CLASSES[name](**arguments) for name, arguments in self.callbacks.items()}
         arrange(built, set())
         return built

@@ -5,14 +5,14 @@ import os
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from scripts.bench.comm.rank import Synthetic
 from scripts.bench.comm.rows import BASES, DDP, ROWS, TORCHS, Row, Shapes
-from scripts.bench.comm.turns import Turn
-from scripts.bench.report import Goal, at_least, at_most, median_ratio
-from scripts.bench.report import Row as Cells
+from scripts.bench.harness import Goal, Rounds, Turn, at_least, at_most, median_ratio
+from scripts.bench.harness import Row as Cells
 
 RATES = {"100mbit": 12.5e6, "1gbit": 125e6, "3gbit": 375e6, "unlimited": math.inf}  # bytes a second
 COMPUTE_S = {"10M": 0.25, "30M": 0.37}  # of a step on one core, about: decides the number of steps of a turn
@@ -20,8 +20,6 @@ COMPUTE_S = {"10M": 0.25, "30M": 0.37}  # of a step on one core, about: decides 
 
 @dataclass(frozen=True)
 class Config:
-    """The conditions of one table."""
-
     hosts: int
     model: str
     rate: str
@@ -29,28 +27,26 @@ class Config:
     def __str__(self) -> str:
         return f"{self.model}, {self.hosts} hosts, {self.rate}"
 
+    @cached_property
     def shapes(self) -> Shapes:
         with torch.device("meta"):
             return [tuple(p.shape) for p in Synthetic(self.model).model().parameters()]
 
     def expected_s(self, row: Row) -> float:
-        """Estimate the seconds of a step."""
         compute = COMPUTE_S[self.model] * max(1.0, self.hosts / (os.cpu_count() or 1))
-        return compute + (row.sends(self.shapes(), self.hosts) if row.sends else 0.0) / RATES[self.rate]
+        return compute + (row.sends(self.shapes, self.hosts) if row.sends else 0.0) / RATES[self.rate]
 
     def steps(self, row: Row, seconds: float) -> int:
-        """Compute the number of steps to time in a turn of about `seconds`: 2 or more."""
         steps = min(24, max(2, round(seconds / self.expected_s(row))))
         return -(-steps // row.every) * row.every
 
 
-@dataclass
-class Result:
-    """All turns of each row, in the order of rounds, and the errors of rows that failed."""
+class Result(Rounds):
+    """The turns of each row under a config. Turns have seconds, CPU seconds and bytes sent, of a step."""
 
-    config: Config
-    turns: dict[str, list[Turn]]
-    failed: dict[str, str]
+    def __init__(self, config: Config, turns: dict[str, list[Turn]], failed: dict[str, str]) -> None:
+        super().__init__(turns, failed)
+        self.config = config
 
     def whole(self) -> "Result | None":
         """Return the complete rounds; None if there are none, or if a row is missing that others are compared with."""
@@ -59,55 +55,41 @@ class Result:
             return None
         return Result(self.config, {name: turns[:rounds] for name, turns in self.turns.items()}, self.failed)
 
-    def seconds(self, name: str) -> list[float]:
-        return [turn["seconds"] for turn in self.turns[name]]
-
-    def ratio(self, name: str, other: str) -> float:
-        return median_ratio(self.seconds(name), self.seconds(other))
-
-    def exact_limit(self) -> list[float]:
-        return list(map(max, self.seconds("no-communication"), self.seconds("all-reduce-alone")))
-
     def of_exact_limit(self, name: str) -> float:
-        return median_ratio(self.seconds(name), self.exact_limit())
+        return median_ratio(self.values(name), map(max, *map(self.values, BASES[:2])))
 
     def best(self, names: Iterable[str]) -> str | None:
-        here = [name for name in names if self.turns.get(name)]
-        return min(here, key=lambda name: statistics.median(self.seconds(name)), default=None)
+        return min((name for name in names if self.turns.get(name)), key=self.median, default=None)
+
+    def formula(self, name: str) -> float | None:
+        sends = ROWS[name].sends
+        return None if sends is None else sends(self.config.shapes, self.config.hosts)
 
     def deviation(self, name: str) -> float | None:
-        """Compute the deviation of the bytes sent from the row's formula, in percent."""
-        sends = ROWS[name].sends
-        if sends is None:
-            return None
-        formula = sends(self.config.shapes(), self.config.hosts)
-        return (statistics.median(turn["sent"] for turn in self.turns[name]) / formula - 1) * 100
+        formula = self.formula(name)
+        return None if formula is None else (self.median(name, "sent") / formula - 1) * 100
 
-    def others(self, turn: Turn) -> float:
+    def others(self, name: str) -> float:
         """Compute the cores that others kept busy. If they exceed a few hundredths, times are of no use."""
-        return max(0.0, turn["busy"] - self.config.hosts * turn["cpu"]) / turn["seconds"]
+        own = self.config.hosts
+        return statistics.median(max(0.0, t["busy"] - own * t["cpu"]) / t["seconds"] for t in self.turns[name])
 
-    def table(self) -> list[Cells]:
-        rounds, shapes, hosts = len(self.turns[BASES[0]]), self.config.shapes(), self.config.hosts
+    def rows(self) -> list[Cells]:
         ddp = self.best(DDP)
         assert ddp is not None
-        return [
-            {
-                "part": f"{self.config}; {rounds} rounds; speed-up over {ddp}",
-                "row": name,
-                "steps/s": 1 / statistics.median(self.seconds(name)),
-                "speed-up": 1 / self.ratio(name, ddp),
-                "time / exact limit": self.of_exact_limit(name),
-                "of no communication": 1 / self.ratio(name, BASES[0]),
-                "CPU s a step": statistics.median(turn["cpu"] for turn in turns),
-                "cores used by others": statistics.median(map(self.others, turns)),
-                "max / min": max(self.seconds(name)) / min(self.seconds(name)),
-                "MB sent": statistics.median(turn["sent"] for turn in turns) / 1e6,
-                "formula": "" if (sends := ROWS[name].sends) is None else sends(shapes, hosts) / 1e6,
-                "off by %": "" if (off := self.deviation(name)) is None else off,
-            }
-            for name, turns in self.turns.items()
-        ]
+        part = f"{self.config}; {len(self.turns[BASES[0]])} rounds; speed-up over {ddp}"
+        return self.table(part, "row", {
+            "steps/s": lambda name: 1 / self.median(name),
+            "speed-up": lambda name: 1 / self.ratio(name, ddp),
+            "time / exact limit": self.of_exact_limit,
+            "of no communication": lambda name: 1 / self.ratio(name, BASES[0]),
+            "CPU s a step": lambda name: self.median(name, "cpu"),
+            "cores used by others": self.others,
+            "max / min": lambda name: max(self.values(name)) / min(self.values(name)),
+            "MB sent": lambda name: self.median(name, "sent") / 1e6,
+            "formula": lambda name: "" if (sent := self.formula(name)) is None else sent / 1e6,
+            "off by %": lambda name: "" if (off := self.deviation(name)) is None else off,
+        })  # fmt: skip
 
     def goals(self) -> list[Goal]:
         goals = []

@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import hydra.core.hydra_config
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from scripts.bench import tune
 from scripts.bench.comm import rank
-from scripts.bench.comm.rank import Ask, Clock, Over, Synthetic, Timed, build, join, serve
+from scripts.bench.comm.rank import Synthetic, build, join
 from scripts.bench.guides.ways import WAYS, Way, config_of
 from scripts.bench.hetero import Limit
+from scripts.bench.hosts import Ask, Clock, Order, Timed, fit, place_of, serve
 from trainer.process.environment import Place
 from trainer.session import build_components
 from trainer.trainer import Trainer
@@ -27,16 +27,12 @@ def echelon(way: Way, recipe: Synthetic, place: Place, clock: Clock) -> None:
     parts = build_components(config_of((*way.words, *folders)))
     if way.cores:
         hold(parts["recipe"], way.cores[place.rank])
-    trainer = Trainer(**{**parts, "callbacks": {**parts["callbacks"], "timed": Timed(clock)}}, place=place)
-    try:
-        trainer.fit()
-    except Over:
-        trainer.close()
+    fit(Trainer(**{**parts, "callbacks": {**parts["callbacks"], "timed": Timed(clock)}}, place=place))
 
 
 def hold(recipe: Any, cores: float) -> None:
     """Let the rank sleep before each loss, as if it had so much of a core."""
-    limit, loss = Limit(None), recipe.loss
+    limit, loss = Limit(), recipe.loss
     limit.hold(cores)
 
     def held(model: Any, batch: Any) -> Tensor:
@@ -67,11 +63,9 @@ def each_reduced(way: Way, recipe: Synthetic, place: Place, clock: Clock) -> Non
 RUNS: dict[str, Any] = {"alone": rank.alone, "echelon": echelon, "each_reduced": each_reduced}
 
 
-def turn(order: dict[str, Any], ask: Ask) -> None:
-    torch.set_num_threads(1)
-    way = WAYS[order["row"]]
-    place = Place(order["rank"], order["world"], 0, 1, order["store"], "benchmark")
-    RUNS[way.run](way, Synthetic(SIZE, place.rank), place, Clock(ask, way, order["steps"]))
+def turn(order: Order, ask: Ask) -> None:
+    way, place = WAYS[order["row"]], place_of(order)
+    RUNS[way.run](way, Synthetic(SIZE, place.rank), place, Clock(ask, order["steps"], way.warm, way.every))
 
 
 if __name__ == "__main__":

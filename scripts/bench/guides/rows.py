@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scripts.bench.guides.ways import WAYS
+from scripts.bench.harness import Turn
 
-Turn = Mapping[str, float]
 Round = Mapping[str, Turn]  # way -> what its turn gave
 Rounds = Sequence[Round]
 Show = Callable[[Rounds], str]
@@ -39,7 +39,6 @@ class Row:
         return [each for each in rounds if {*self.ways} <= each.keys()]
 
     def measured(self, rounds: Rounds) -> str:
-        """Return the measured value, or why there is none."""
         if self.show is None:
             return f"not measured: {self.lacks}"
         whole = self.complete(rounds)
@@ -52,7 +51,6 @@ def spread(values: list[float], unit: str = "") -> str:
 
 
 def times(own: str, other: str, key: str, rounds: Rounds) -> list[float]:
-    """Return in each round how many times the other way's value is that of `own`."""
     return [each[other][key] / each[own][key] for each in rounds]
 
 

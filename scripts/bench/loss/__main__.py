@@ -19,27 +19,22 @@ import json
 import math
 import os
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
 from scripts.bench.comm.rows import Row
 from scripts.bench.comm.table import RATES
-from scripts.bench.comm.turns import Failed, Ranks
+from scripts.bench.harness import Failed, Record, Report, Rounds, Turn, installed, new_file, parser, positive
+from scripts.bench.hosts import Ranks, ranks_in
 from scripts.bench.loss import rank
 from scripts.bench.loss.methods import METHODS, SIZES, timed
-from scripts.bench.loss.plot import plot
 from scripts.bench.loss.rank import CURVE, Text
-from scripts.bench.loss.table import Curve, Outcome
-from scripts.bench.report import Row as Cells
-from scripts.bench.report import new_file, parser, positive, print_machine, report
-from scripts.cluster.netns import Cluster
+from scripts.bench.loss.table import Outcome
 from scripts.command import command
 from trainer.errors import ConfigError, nearest
-from trainer.files import write_whole
 
 HOSTS, RATE = 4, "100mbit"
 QUICK = ("ddp", "powersgd", "local_sgd+int8")
@@ -48,8 +43,6 @@ TIMED_S = 4.0  # of the steps that a turn times, about
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a curve."""
-
     model: str
     steps: int
     real: bool
@@ -64,36 +57,14 @@ class Settings:
         return f"{self.model}, {HOSTS} hosts, {RATE}; {batch}; {how}"
 
     def expected_s(self, row: Row) -> float:
-        """Estimate the seconds of a step on the slow link."""
         text = Text(SIZES[self.model])
         with torch.device("meta"):
             shapes = [tuple(p.shape) for p in text.model().parameters()]
         sent = row.sends(shapes, HOSTS) if row.sends else 0.0
         return SIZES[self.model].compute_s * max(1.0, HOSTS / (os.cpu_count() or 1)) + sent / RATES[RATE]
 
-
-class Record:
-    """The curves so far, in a JSON file. A file with curves of other settings is refused."""
-
-    def __init__(self, file: Path | None, settings: Settings) -> None:
-        about = asdict(settings) | asdict(SIZES[settings.model])
-        self.file, self.everything = file, {"settings": about, "curves": {}}
-        if file is not None and file.exists():
-            there = json.loads(file.read_text())
-            if there.get("settings") != about:
-                raise ConfigError(
-                    f"--json {file}: has curves of {there.get('settings')}, not of {about}; name another file"
-                )
-            self.everything["curves"] = there["curves"]
-
-    @property
-    def curves(self) -> dict[str, Curve]:
-        return self.everything["curves"]
-
-    def write(self, **more: Any) -> None:
-        self.everything |= more
-        if self.file is not None:
-            write_whole(self.file, f"{json.dumps(self.everything, indent=1)}\n".encode())
+    def record(self, file: Any) -> Record:
+        return Record(file, asdict(self) | asdict(SIZES[self.model]), curves={})
 
 
 def train(ranks: Ranks, settings: Settings, name: str, record: Record) -> None:
@@ -102,47 +73,33 @@ def train(ranks: Ranks, settings: Settings, name: str, record: Record) -> None:
     patience_s = 60 + 20 * steps * settings.expected_s(method.row)
     rate = RATE if settings.real else "unlimited"
     turn = ranks.turn(settings.model, f"train {name}", rate, steps, patience_s, method.row.learns)
-    record.curves[name] = json.loads((ranks.folder / CURVE).read_text())
+    record["curves"][name] = json.loads((ranks.folder / CURVE).read_text())
     record.write()
-    loss, sent = record.curves[name][-1][1], f"{turn['sent'] / 1e6:.3f} MB a step sent, with validations"
+    loss, sent = record["curves"][name][-1][1], f"{turn['sent'] / 1e6:.3f} MB a step sent, with validations"
     print(f"{name}: loss {loss:.4f}, {turn['seconds'] * steps:.0f} s, {sent}", file=sys.stderr)
 
 
-def time_step(ranks: Ranks, settings: Settings, name: str) -> float:
+def time_step(ranks: Ranks, settings: Settings, name: str) -> Turn:
     row = timed(name)
     expected_s = settings.expected_s(row)
     steps = math.ceil(max(2, min(24, TIMED_S / expected_s)) / row.every) * row.every
-    turn = ranks.turn(settings.model, f"time {name}", RATE, steps, 20 * (row.warm + steps) * expected_s, row.learns)
-    print(f"{name or 'no communication'}: {turn['seconds']:.3f} s a step ({steps} steps)", file=sys.stderr)
-    return turn["seconds"]
+    patience_s = 20 * (row.warm + steps) * expected_s
+    return ranks.turn(settings.model, f"time {name}", RATE, steps, patience_s, row.learns)
 
 
-def run(
-    settings: Settings, names: list[str], rounds: int, record: Record
-) -> tuple[dict[str, list[float]], list[Cells]]:
-    """Train the missing curves and time steps.
-
-    Returns the seconds of a step by round, for each method with a curve and for "" without communication, and failures.
-    """
+def run(settings: Settings, names: list[str], rounds: int, record: Record) -> Rounds:
+    """Train the missing curves and time steps: of each method with a curve, and of "" without communication."""
     failed: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder, Cluster(HOSTS) as cluster:
-        ranks = Ranks(cluster, Path(folder), rank.__name__)
+    with ranks_in(HOSTS, rank.__name__) as ranks:
         for name in names:
-            if name not in record.curves:
+            if name not in record["curves"]:
                 try:
                     train(ranks, settings, name, record)
                 except Failed as error:
                     failed[name] = str(error)
-        by_turns = [""] if settings.real else ["", *(name for name in names if name in record.curves)]
-        seconds: dict[str, list[float]] = {name: [] for name in by_turns}
-        for n in range(rounds):
-            for name in list(seconds)[:: -1 if n % 2 else 1]:
-                try:
-                    seconds[name].append(time_step(ranks, settings, name))
-                except Failed as error:
-                    failed[name] = str(error)
-                    del seconds[name]
-    return seconds, [{"part": "Failed", "method": name, "error": error} for name, error in failed.items()]
+        by_turns = [] if settings.real else [name for name in names if name in record["curves"]]
+        turns = Rounds({name: [] for name in ["", *by_turns]}, failed)
+        return turns.run(rounds, partial(time_step, ranks, settings))
 
 
 def options() -> argparse.Namespace:
@@ -166,22 +123,26 @@ def main() -> int:
     steps = args.steps or (90 if args.quick else 600)
     settings = Settings(args.model or ("tiny" if args.quick else "10M"), steps, args.real)
     rounds = args.rounds or (2 if args.quick else 3)
-    record = Record(args.json, settings)
-    about = print_machine(("torch", "transformers"))
-    assert Text(SIZES[settings.model]).corpus  # prepared here, once
-    seconds, failures = run(settings, names, rounds, record)
-    if "" not in seconds or "ddp" not in (record.curves if args.real else seconds):  # nothing to compare with
-        report([failures], [], about, None)
-        return 1
-    plain = {name: METHODS[name].plain for name in names}
-    curves = {name: record.curves[name] for name in names if name in record.curves}
-    outcome = Outcome(settings.title(rounds), steps, curves, seconds, plain, args.real)
-    rows, goals = outcome.table(), outcome.goals()
-    report([rows, failures] if failures else [rows], goals, about, None)
-    record.write(machine=about, seconds=seconds, rows=rows, failures=failures, goals=[asdict(goal) for goal in goals])
-    if args.svg:
-        args.svg.write_text(plot(outcome.title, outcome.lines(), outcome.free_s(), outcome.loss("ddp")))
-    return 0
+    if args.svg and not installed("matplotlib"):
+        raise ConfigError("--svg: needs matplotlib; pip install 'matplotlib>=3.9,<4', or leave --svg out")
+    record = settings.record(args.json)
+    with Report(None, ("torch", "transformers")) as report:
+        assert Text(SIZES[settings.model]).corpus  # prepared here, once
+        turns = run(settings, names, rounds, record)
+        curves = {name: record["curves"][name] for name in names if name in record["curves"]}
+        comparable = "" in turns.turns and "ddp" in (curves if args.real else turns.turns)
+        outcome = Outcome(settings.title(rounds), steps, curves, turns, real=args.real)
+        if comparable:
+            report.add(outcome.rows(), outcome.goals())
+            if args.svg:
+                outcome.draw(args.svg)
+        failures = [{"part": "Failed", "method": name, "error": error} for name, error in turns.failed.items()]
+        report.add(failures)
+    if comparable:
+        record |= {"machine": report.about, "seconds": {name: turns.values(name) for name in turns.turns}}
+        record |= {"rows": report.tables[0], "failures": failures, "goals": [asdict(goal) for goal in report.goals]}
+        record.write()
+    return 0 if comparable else 1
 
 
 if __name__ == "__main__":

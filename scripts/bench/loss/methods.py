@@ -8,8 +8,6 @@ from trainer.callbacks.onebit_adam.callback import OneBitAdam
 
 @dataclass(frozen=True)
 class Size:
-    """A BERT and its training."""
-
     vocab: int
     hidden: int
     layers: int

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, default_collate
 
 from recipes.bert import Bert
-from scripts.bench.comm.rank import BATCHES, RUNS, TIMEOUT_S, Ask, Clock, Over, serve, settled
+from scripts.bench.comm.rank import BATCHES, RUNS, options_in
 from scripts.bench.comm.rows import Row
+from scripts.bench.hosts import Ask, Clock, Order, Over, fit, place_of, serve, settled
 from scripts.bench.loss.methods import METHODS, SIZES, Size, timed
 from trainer.callback import Callback, Role
-from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
+from trainer.config.options import DataOptions
 from trainer.context import Context
 from trainer.data.sampling.order import walk
 from trainer.data.source import open_source
@@ -109,42 +109,27 @@ class Learns(Callback):
 
 def train(row: Row, size: Size, text: Text, place: Place, steps: int, ask: Ask) -> None:
     folder = Path(place.store).parent
-    options = Options(
-        accelerator="cpu",
-        run_dir=str(folder / "run"),
-        timeout_s=TIMEOUT_S,
-        max_steps=steps,
-        validate_every=max(1, steps // VALIDATIONS),
-        checkpoint=CheckpointOptions(str(folder / "ckpt"), every_steps=None, every_minutes=None),
-        ddp=DDPOptions(row.bucket_mib),
-    )
+    options = options_in(folder, row, max_steps=steps, validate_every=max(1, steps // VALIDATIONS))
     learns = Learns(ask)
-    trainer = Trainer(
+    fit(Trainer(
         text, {**row.build(), "learns": learns}, partial(adamw, lr=size.lr), Linear(warmup=steps // 10),
         batch=text.batch * place.world, options=options, data=DataOptions(workers=0), place=place,
-    )  # fmt: skip
-    try:
-        trainer.fit()
-    except Over:
-        trainer.close()
+    ))  # fmt: skip
     if place.rank == 0:
         (folder.parent / CURVE).write_text(json.dumps(learns.curve))
     ask({"seconds": learns.seconds / steps})
     ask({"sent": (settled() - learns.sent) / steps})
 
 
-def turn(order: dict[str, Any], ask: Ask) -> None:
-    torch.set_num_threads(1)
+def turn(order: Order, ask: Ask) -> None:
     what, _, name = order["row"].partition(" ")
-    place = Place(order["rank"], order["world"], 0, 1, order["store"], "benchmark")
-    size = SIZES[order["model"]]
-    text, method = Text(size), METHODS.get(name)
+    place, size = place_of(order), SIZES[order["model"]]
+    text = Text(size)
     if what == "train":
-        assert method is not None
-        train(method.row, size, text, place, order["steps"], ask)
+        train(METHODS[name].row, size, text, place, order["steps"], ask)
     else:
         row = timed(name)
-        RUNS[row.run](row, Held(text, place), place, Clock(ask, row, order["steps"]))
+        RUNS[row.run](row, Held(text, place), place, Clock(ask, order["steps"], row.warm, row.every))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from scripts.bench.report import Goal, at_most, median_ratio
-from scripts.bench.report import Row as Cells
+from scripts.bench.harness import Goal, Rounds, at_most, median_ratio
+from scripts.bench.harness import Row as Cells
+from scripts.bench.loss.methods import METHODS
 
 Curve = Sequence[tuple[int, float, float]]  # step, validation loss, seconds of training until then
 WITHIN = ("dgc", "powersgd", "int8", "diloco")  # 1 % of DDP's final loss
@@ -29,32 +31,28 @@ def reached(curve: Curve, loss: float) -> float | None:
 
 @dataclass
 class Outcome:
-    """The curves of all methods, and the seconds of their steps on the slow link.
+    """The curves of all methods, and the timed steps on the slow link: also of "", without communication.
 
-    `steps` is the number of bare DDP's steps. `seconds` has the seconds of a step by round, for each method, and for ""
-    without communication. `plain` has the number of steps that a method trains as bare DDP does. If `real`, the curves
-    and their seconds are from the slow link.
+    `steps` is the number of bare DDP's steps. If `real`, the curves and their seconds are from the slow link.
     """
 
     title: str
     steps: int
     curves: Mapping[str, Curve]
-    seconds: Mapping[str, Sequence[float]]
-    plain: Mapping[str, int]
+    turns: Rounds
     real: bool = False
 
     def walls(self, name: str, step: float) -> list[float]:
-        """Compute the seconds until `step`, by round."""
         if self.real:
             steps, _, seconds = zip(*self.curves[name])
-            return [float(np.interp(step, [0, *steps], [0.0, *seconds]))] * len(self.seconds[""])
-        plain = min(step, self.plain.get(name, 0))
-        own = self.seconds[name]
-        ddp = self.seconds["ddp"] if plain else own
+            return [float(np.interp(step, [0, *steps], [0.0, *seconds]))] * len(self.turns.turns[""])
+        plain = min(step, METHODS[name].plain)
+        own = self.turns.values(name)
+        ddp = self.turns.values("ddp") if plain else own
         return [plain * bare + (step - plain) * each for bare, each in zip(ddp, own, strict=True)]
 
     def names(self) -> list[str]:
-        return [name for name in self.curves if self.real or name in self.seconds]
+        return [name for name in self.curves if self.real or name in self.turns.turns]
 
     def loss(self, name: str) -> float:
         return self.curves[name][-1][1]
@@ -64,10 +62,10 @@ class Outcome:
         step = reached(self.curves[name], self.loss("ddp"))
         if step is None:
             return None
-        walls, free = self.walls(name, step), [self.steps * each for each in self.seconds[""]]
+        walls, free = self.walls(name, step), [self.steps * each for each in self.turns.values("")]
         return step, statistics.median(walls), median_ratio(walls, free)
 
-    def table(self) -> list[Cells]:
+    def rows(self) -> list[Cells]:
         rows = []
         for name in self.names():
             relative, steps = self.loss(name) / self.loss("ddp"), self.curves[name][-1][0]
@@ -102,13 +100,20 @@ class Outcome:
                 goals.append(at_most(f"{name}, final loss, times DDP's", 1.01, self.loss(name) / self.loss("ddp")))
         return goals
 
-    def lines(self) -> dict[str, list[tuple[float, float]]]:
-        """Return seconds and loss at each validation, for each method."""
-        return {
-            name: [(statistics.median(self.walls(name, step)), loss) for step, loss, _ in self.curves[name]]
-            for name in self.names()
-        }
-
     def free_s(self) -> float:
-        """Compute the seconds of all DDP's steps without communication."""
-        return self.steps * statistics.median(self.seconds[""])
+        return self.steps * self.turns.median("")
+
+    def draw(self, file: Path) -> None:
+        """Write an SVG of losses over the logarithm of time; dashed lines mark `free_s` and DDP's loss."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9.2, 4.6), layout="constrained")
+        axes = figure.subplots()
+        for name in self.names():
+            steps, losses, _ = zip(*self.curves[name])
+            axes.plot([statistics.median(self.walls(name, step)) for step in steps], losses, label=name)
+        axes.axvline(self.free_s(), color="grey", linestyle="--")
+        axes.axhline(self.loss("ddp"), color="grey", linestyle="--")
+        axes.set(xscale="log", xlabel="seconds of training", ylabel="validation loss")
+        figure.legend(loc="outside right upper")
+        figure.savefig(file, format="svg", metadata={"Title": self.title})

@@ -8,9 +8,12 @@ The bench runs on the GPU if the machine has one. The two ranks run on two GPUs,
 bench takes about 5 minutes.
 """
 
+import itertools
+
+from scripts.bench.harness import Goal, Report, Row, at_most, parser
 from scripts.bench.overhead.start_up import start_up
-from scripts.bench.overhead.steps import PACKAGES, one_process, step_timer, two_ranks
-from scripts.bench.report import Goal, Row, at_most, parser, print_machine, report
+from scripts.bench.overhead.steps import one_process, step_timer, two_ranks
+from scripts.bench.trainers import PACKAGES
 from scripts.command import command
 
 
@@ -33,12 +36,12 @@ def main() -> None:
     quick = "15, 5 and 5 rounds: under 2 minutes"
     rounds = "of each part; without it 100 in one process, 50 on two ranks, 5 of the first step"
     args = parser("overhead", __doc__, quick, rounds).parse_args()
-    about = print_machine(PACKAGES)
-    loop = one_process(args.rounds or (15 if args.quick else 100))
-    timer = step_timer(args.rounds or (15 if args.quick else 100))
-    ddp = two_ranks(args.rounds or (5 if args.quick else 50))
-    start = start_up(args.rounds or 5)
-    report([loop, timer, ddp, start], goals(loop, timer, ddp, start), about, args.json)
+    with Report(args.json, ("torch", *dict.fromkeys(itertools.chain(*PACKAGES.values())))) as report:
+        loop = one_process(args.rounds or (15 if args.quick else 100))
+        timer = step_timer(args.rounds or (15 if args.quick else 100))
+        ddp = two_ranks(args.rounds or (5 if args.quick else 50))
+        start = start_up(args.rounds or 5)
+        report.tables, report.goals = [loop, timer, ddp, start], goals(loop, timer, ddp, start)
 
 
 if __name__ == "__main__":

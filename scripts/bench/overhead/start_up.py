@@ -1,14 +1,13 @@
 """Times fresh processes: `--help`, a bare step, and Echelon's first step."""
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from scripts.bench.report import Row, median_ratio
+from scripts.bench.harness import Rounds, Row, Turn
 
 ROOT = Path(__file__).parents[3]
 TOY = ROOT / "tests" / "toy"
@@ -53,19 +52,19 @@ PROCESSES = {
 
 def start_up(rounds: int) -> list[Row]:
     """Start each process once in every round; a time ends with the process or with its first step."""
-    seconds: dict[str, list[float]] = {name: [] for name in PROCESSES}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "clock.py").write_text(CLOCK)
         env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, str(ROOT), str(TOY)]), "OMP_NUM_THREADS": "1"}
-        for _ in range(rounds):
-            for name, command in PROCESSES.items():
-                began = time.monotonic()
-                done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True)
-                if done.returncode:
-                    raise RuntimeError(f"{name}: ended with code {done.returncode}\n{done.stderr}")
-                seconds[name].append(float(done.stderr or time.monotonic()) - began)
-    part, base = f"a fresh process; {rounds} rounds", seconds["import torch, a bare step"]
-    return [
-        {"part": part, "process": name, "seconds": statistics.median(own), "ratio": median_ratio(own, base)}
-        for name, own in seconds.items()
-    ]
+
+        def start(name: str) -> Turn:
+            began = time.monotonic()
+            command = [sys.executable, *PROCESSES[name]]
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{name}: ended with code {done.returncode}\n{done.stderr}")
+            return {"seconds": float(done.stderr or time.monotonic()) - began}
+
+        found = Rounds.of(PROCESSES).run(rounds, start)
+    return found.table(f"a fresh process; {rounds} rounds", "process", {
+        "seconds": found.median, "ratio": lambda name: found.ratio(name, "import torch, a bare step"),
+    })  # fmt: skip

@@ -16,31 +16,27 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.bench.peers.table import absent, lines_of_code, numbers, row
-from scripts.bench.peers.task import TASK, TICKS
-from scripts.bench.report import (
+from scripts.bench.harness import (
+    Failed,
+    Report,
+    Rounds,
     Row,
-    installed,
-    machine_line,
-    markdown,
-    new_file,
-    paragraphs,
+    Turn,
+    matching,
+    missing,
     parser,
-    print_machine,
-    print_table,
-)
+)  # fmt: skip
+from scripts.bench.peers.table import BARE, lines_of_code, numbers, rows
+from scripts.bench.peers.task import TASK, TICKS
 from scripts.command import command
-from trainer.errors import ConfigError
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 LIMIT_S, ROUNDS = 300, 5
@@ -89,11 +85,7 @@ CELLS = [
 ]
 
 
-class Failed(Exception):
-    """The end of a run without its numbers."""
-
-
-def run(cell: Cell, peer: Peer) -> dict[str, float]:
+def run(cell: Cell, peer: Peer) -> Turn:
     """Run a peer in a folder of its own, and once more if the cell has a resume. Return its numbers.
 
     Raises:
@@ -141,109 +133,39 @@ def environment(peer: Peer, cell: Cell, order: dict) -> dict[str, str]:
     if cell.ranks == 1:
         more["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
         if peer.launched:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-            more |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
+            more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     return {**os.environ, **more}
 
 
 def measure(cell: Cell, names: list[str], rounds: int) -> list[Row]:
     """Run the peers by turns. A peer that fails has no further runs, and its row says so."""
+    lacks = {name: PEERS[name].never or missing(PEERS[name].packages) for name in names}
+    found = Rounds.of(name for name in names if not lacks[name])
+    found.run(rounds, lambda name: run(cell, PEERS[name]), f"{cell}, ")
+    failed = {name: f"failed: {error}" for name, error in found.failed.items()}
+    found.failed = failed | {name: f"not installed: {lack}" for name, lack in lacks.items() if lack}
+    scripts = {name: HERE / f"train_{PEERS[name].script}.py" for name in names}
     part = f"{cell}; {cell.save_at - cell.warm - 1} steps are timed after {cell.warm}; at most {rounds} rounds"
-    failed = {name: reason for name in names if (reason := missing(PEERS[name]))}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names if name not in failed}
-    for n in range(rounds):
-        for name in list(found)[:: -1 if n % 2 else 1]:
-            if name in failed:
-                continue
-            try:
-                found[name].append(run(cell, PEERS[name]))
-            except Failed as error:
-                failed[name] = f"failed: {error}"
-            said = failed.get(name) or ", ".join(f"{key} {value:.4g}" for key, value in found[name][-1].items())
-            print(f"{cell}, round {n + 1}/{rounds}: {name}: {said}", file=sys.stderr)
-    return [show(part, name, found, failed) for name in names]
-
-
-def show(part: str, name: str, found: dict[str, list[dict[str, float]]], failed: dict[str, str]) -> Row:
-    own, bare = found.get(name, []), found.get("bare loop", [])
-    lines = lines_of_code(HERE / f"train_{PEERS[name].script}.py") if PEERS[name].script else "-"
-    if name in failed or "bare loop" in failed:
-        return absent(part, name, failed.get(name, "no bare loop"), lines)
-    assert isinstance(lines, int)
-    return row(part, name, own, bare, lines)
-
-
-def missing(peer: Peer) -> str:
-    """Return why a peer can't run here, or nothing."""
-    lacks = [package for package in peer.packages if not installed(package)]
-    reason = peer.never or (f"needs {' and '.join(lacks)}" if lacks else "")
-    return f"not installed: {reason}" if reason else ""
-
-
-def page(tables: list[list[Row]], about: Row, called: str) -> str:
-    """Return the page of docs/measurements. A list under the tables has the peers without numbers."""
-    measured = [[each for each in table if each["rounds"]] for table in tables]
-    return paragraphs(
-        "# Echelon beside other trainers",
-        f"`{called}`. Each peer trains the same model with the same\nfused AdamW in fp32, "
-        "by a script of `scripts/bench/peers`, in processes of its own. Ratios are within rounds.",
-        "- *speed, of the bare loop*: steps a second, as a ratio; more is better.\n"
-        "- *first step*: from the start of the process to the end of step 1, with all imports.\n"
-        "- *resume*: the same, of a process that goes on from the checkpoint.\n"
-        "- *stall*: by how much the steps from the saved one on are longer than usual ones. It is a difference of\n"
-        "  sums, so it has the noise of some steps, and may be below 0.\n"
-        "- *peak*: resident memory of rank 0, or on a GPU that of its tensors.\n"
-        "- *lines*: code of the script, without the model, the data and the lines that only the bench needs.",
-        textwrap.fill(machine_line(about), 118),
-        *(markdown(table) for table in measured if table),
-        "\n".join(textwrap.fill(line, 118, subsequent_indent="  ") for line in absences(tables)),
-        "The bare loop saves with `torch.save`, in the loop, and syncs no file. It resumes at the start of the epoch.\n"
-        "Echelon's checkpoints are written beside the steps, synced, and hold the place in the data.",
-        "A resume is measured on one rank of the transformer. On the MLP Echelon orders samples, and seeds three\n"
-        "random generators for each.",
-    )
-
-
-def absences(tables: list[list[Row]]) -> list[str]:
-    """Return a line for each peer without numbers and its reason, with the tables that lack it if others have it."""
-    parts: dict[tuple[str, str], list[str]] = {}
-    for each in (each for table in tables for each in table if not each["rounds"]):
-        parts.setdefault((each["peer"], each["ms a step"]), []).append(each["part"].partition(";")[0])
-    everywhere = {key: len(found) == len(tables) for key, found in parts.items()}
-    return [
-        f"- {peer}{'' if everywhere[peer, reason] else ', ' + ' and '.join(found)}: {reason}."
-        for (peer, reason), found in parts.items()
-    ]
+    return rows(part, found, {name: lines_of_code(path) if path.exists() else "-" for name, path in scripts.items()})
 
 
 def options() -> argparse.Namespace:
-    made = parser("peers", __doc__, "1 round, MLP on one rank: a minute", f"of each peer; without it {ROUNDS}")
+    rounds, out = f"of each peer; without it {ROUNDS}", "write the tables to a page of Markdown"
+    made = parser("peers", __doc__, "1 round, MLP on one rank: a minute", rounds, out)
     made.add_argument("--peers", default="", metavar="REGEX", help=f"search in names: {', '.join(PEERS)}")
     made.add_argument("--cells", default="", metavar="REGEX", help=f"search in: {'; '.join(map(str, CELLS))}")
-    made.add_argument("--out", type=new_file, metavar="FILE", help="write the page of Markdown to FILE")
     return made.parse_args()
 
 
 def main() -> int:
     args = options()
-    names = [name for name in PEERS if name == "bare loop" or re.search(args.peers, name)]
-    cells = [cell for cell in CELLS if re.search(args.cells or ("^MLP" if args.quick else ""), str(cell))]
-    if not cells:
-        raise ConfigError(f"--cells {args.cells}: fits none of {'; '.join(map(str, CELLS))}")
-    about, rounds, tables = print_machine(PACKAGES), args.rounds or (1 if args.quick else ROUNDS), list[list[Row]]()
-    try:
+    names = [name for name in PEERS if name == BARE or re.search(args.peers, name)]
+    cells = matching("--cells", args.cells or ("^MLP" if args.quick else ""), CELLS)
+    rounds = args.rounds or (1 if args.quick else ROUNDS)
+    with Report(args.json, PACKAGES, args.out) as report:
         for cell in cells:
-            tables.append(measure(cell, names, rounds))
-            print_table(tables[-1])
-    finally:  # also of a bench that was stopped
-        if args.json:
-            rows = [each for table in tables for each in table]
-            args.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-        if args.out and tables:
-            args.out.write_text(page(tables, about, f"python -m scripts.bench.peers --rounds {rounds}"))
-    return int(any("failed" in str(each["ms a step"]) for table in tables for each in table))
+            report.add(measure(cell, names, rounds))
+    return int(any("failed" in str(each["ms a step"]) for table in report.tables for each in table))
 
 
 if __name__ == "__main__":

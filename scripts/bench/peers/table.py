@@ -8,11 +8,11 @@ import tokenize
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.bench.report import Row, median_ratio
+from scripts.bench.harness import Rounds, Row
 
 MARK = "# bench"  # ends a line that only the bench needs
 MIB = 1 << 20
-Numbers = Mapping[str, float]
+BARE = "bare loop"
 COLUMNS = {  # of a table -> the unit's number of a run
     "first step, s": "first_s",
     "resume, s": "resume_s",
@@ -55,27 +55,16 @@ def lines_of_code(script: Path) -> int:
     return len({line for token in code for line in range(token.start[0], token.end[0] + 1)} - without)
 
 
-def row(part: str, peer: str, own: Sequence[Numbers], bare: Sequence[Numbers], lines: int) -> Row:
-    """Make the row of a peer from its numbers in each round, and those of the bare loop in the same rounds."""
-    speed = median_ratio([each["step_s"] for each in bare], [each["step_s"] for each in own])
-    found = {
-        name: statistics.median(each[key] for each in own) if all(key in each for each in own) else "-"
-        for name, key in COLUMNS.items()
-    }
-    return {
-        "part": part,
-        "peer": peer,
-        "rounds": len(own),
-        "ms a step": 1000 * statistics.median(each["step_s"] for each in own),
-        "speed, of the bare loop": speed,
-        **found,
-        "lines": lines,
-    }
-
-
-def absent(part: str, peer: str, reason: str, lines: int | str) -> Row:
-    """Make the row of a peer without numbers."""
-    return {
-        "part": part, "peer": peer, "rounds": 0, "ms a step": reason, "speed, of the bare loop": "-",
-        **dict.fromkeys(COLUMNS, "-"), "lines": lines,
-    }  # fmt: skip
+def rows(part: str, found: Rounds, lines: Mapping[str, int | str]) -> list[Row]:
+    """Make a row for each peer of `lines`: its numbers in the rounds, or why it has none."""
+    made = list[Row]()
+    for name in lines:
+        row: Row = {"part": part, "peer": name, "rounds": 0, "ms a step": found.failed.get(name, "no bare loop")}
+        row |= {"speed, of the bare loop": "-", **dict.fromkeys(COLUMNS, "-"), "lines": lines[name]}
+        if name in found.turns and BARE in found.turns:
+            row |= {"rounds": len(found.turns[name]), "ms a step": 1000 * found.median(name, "step_s")}
+            row["speed, of the bare loop"] = found.ratio(BARE, name, "step_s")
+            there = {column: key for column, key in COLUMNS.items() if key in found.turns[name][0]}
+            row |= {column: found.median(name, key) for column, key in there.items()}
+        made.append(row)
+    return made

@@ -30,8 +30,6 @@ ticks: list[float] = []
 
 
 class Mlp(nn.Module):
-    """The MLP of scripts.bench.overhead, with its loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -58,8 +56,6 @@ class Transformer(nn.Module):
 
 
 class Random(Dataset[dict[str, Tensor]]):
-    """Random samples of the model's shapes."""
-
     def __len__(self) -> int:
         return 1 << 16
 
@@ -77,7 +73,6 @@ def model() -> nn.Module:
 
 
 def optimizer(parameters: Any) -> Optimizer:
-    """Make the optimizer of parameters or of groups of them."""
     return AdamW(parameters, lr=1e-4, fused=True)
 
 

@@ -1,13 +1,7 @@
 """Each policy has a row, with fewer bytes than plain training; storages that are gone are not counted."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from support.cli import environment
 
 from scripts.bench import activations as bench
 
@@ -34,14 +28,3 @@ def test_what_is_gone_and_what_is_owned_is_not_counted() -> None:
         del gone, kept
         assert live.bytes() == 400  # of which `half` is a part
     assert half.numel() == 50
-
-
-@pytest.mark.slow
-def test_the_whole_script(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "scripts.bench.activations", "--quick", "--json", file]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert {row["activation_checkpoint"] for row in json.loads(file.read_text())["rows"]} == bench.ROWS.keys() - {
-        "offload"
-    }

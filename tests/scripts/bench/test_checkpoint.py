@@ -1,14 +1,11 @@
 """Each way saves, its turns are told apart, and the table has what the goals are about."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.cli import environment
 
 from scripts.bench import checkpoint as bench
+from scripts.bench.harness import Rounds
 
 PEERS = {"torch.save", "DCP"}  # asynchronous DCP wants a process group
 
@@ -33,19 +30,9 @@ def test_what_a_table_says() -> None:
     """Of 2 rounds after one to make buffers, of a way whose stall is twice and four times a copy's."""
 
     def turn(stall_s: float, worst: float = 1.0) -> dict[str, float]:
-        return {"stall_s": stall_s, "durable_s": 1.0, "steps": 3, "median": 1.0, "worst": worst, "step_s": 0.1}
+        return {"stall_s": stall_s, "durable_s": 1.0, "median": 1.0, "worst": worst, "step_s": 0.1}
 
-    rows, goals = bench.table(
-        {"copy": [turn(9), turn(1), turn(2)], "Echelon": [turn(30), turn(2, 1.5), turn(8, 1.3)]}, "100MB", 1, 2
-    )
+    turns = {"copy": [turn(9), turn(1), turn(2)], "Echelon": [turn(30), turn(2, 1.5), turn(8, 1.3)]}
+    rows, goals = bench.table(Rounds({**turns}), "100MB", 1)
     assert rows[1]["stall / copy"] == 3 and rows[1]["first stall / copy"] == 20 and rows[1]["worst step"] == 1.4
     assert [(goal.value, goal.met) for goal in goals] == [(3, False), (1.4, False)]
-
-
-@pytest.mark.slow
-def test_the_whole_script(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "scripts.bench.checkpoint", "--quick", "--json", file]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110)
-    assert result.returncode == 0, result.stderr
-    assert {row["way"] for row in json.loads(file.read_text())["rows"]} >= {"Echelon", "DCP async, process"}

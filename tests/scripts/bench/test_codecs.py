@@ -1,14 +1,9 @@
 """Each codec is in the table, with the bytes that it sends; the clock; torch's hooks."""
 
-import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from support.cli import environment
 
 from scripts.bench import codecs as bench
 from trainer.comm.codecs.registry import CODECS
@@ -61,12 +56,3 @@ def test_torchs_hooks_do_their_work() -> None:
     for _ in range(3):
         runners["torch's PowerSGD hook, rank 1"].round(flats, bench.Clock(torch.device("cpu")))
     assert torch.linalg.matrix_rank(flats[0].view(16, 8)) == 1
-
-
-@pytest.mark.slow
-def test_the_whole_script(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "scripts.bench.codecs", "--quick", "--json", file]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert {row["codec"] for row in json.loads(file.read_text())["rows"]} >= set(CODECS)

@@ -1,13 +1,10 @@
 """Ranks that are held to unequal speeds: the runs of a round, tiny, and the table of given speeds."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.cli import environment
 from support.ranks import run_ranks
 
 from scripts.bench import hetero as bench
@@ -15,9 +12,8 @@ from trainer.process.environment import Place
 
 
 def tiny(place: Place) -> list[float]:
-    """The ranks sleep, so nothing of the machine is changed."""
     own, *_, slows, _ = (replace(case, batch=24, tokens=2, width=4) for case in bench.cases(4))
-    limit = bench.Limit(None)
+    limit = bench.Limit()
     return [
         bench.train(Place(), own, place.rank, limit, f"runs/own-{place.rank}"),
         bench.train(place, slows, place.rank, limit, "runs/slows"),
@@ -28,37 +24,20 @@ def test_a_run_alone_and_one_of_three_ranks(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     for speeds in run_ranks(3, tiny):
         assert len(speeds) == 2 and min(speeds) > 0
-    shares = [json.loads(line)["shares"] for line in Path("runs/slows/splits.jsonl").read_text().splitlines()]
+    shares = [json.loads(line)["shares"] for line in Path("runs/slows/run/splits.jsonl").read_text().splitlines()]
     steps = bench.cases(4)[-2].steps
     assert all(sum(each) == 24 for each in shares) and len(shares) == 1 + steps // bench.EVERY
 
 
-def test_without_a_control_group_a_rank_sleeps_for_the_time_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_sleeps_for_the_time_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
     used, slept = [10.0], list[float]()
     monkeypatch.setattr(bench.time, "process_time", lambda: used[0])
     monkeypatch.setattr(bench.time, "sleep", slept.append)
-    limit = bench.Limit(None)
+    limit = bench.Limit()
     limit.hold(0.2)
     used[0] = 11.0
     limit.sleep()
-    limit.hold(None)
-    used[0] = 12.0
-    limit.sleep()
-    assert slept == pytest.approx([4.0, 0.0])
-
-
-def test_a_control_group_gets_a_quota_and_is_let_go(tmp_path: Path) -> None:
-    for names, held, free in (
-        (("cpu.shares", "cpu.cfs_period_us", "cpu.cfs_quota_us"), ["10000", "4000"], ["10000", "-1"]),
-        (("cpu.weight", "cpu.max"), ["4000 10000"], ["max 10000"]),
-    ):
-        for name in names:
-            (tmp_path / name).touch()
-        limit = bench.Limit(tmp_path)
-        assert (tmp_path / names[0]).read_text() == bench.WEIGHTS[names[0]]
-        for cores, texts in ((0.4, held), (None, free)):
-            limit.hold(cores)
-            assert [(tmp_path / name).read_text() for name in names[1:]] == texts
+    assert slept == pytest.approx([4.0])
 
 
 def test_a_slowdown_is_timed_once_the_shares_have_followed() -> None:
@@ -76,17 +55,6 @@ def test_what_a_table_says() -> None:
         "hetero_batch": [[7.6] * 3, [15.2] * 3],
         "hetero_batch, one rank slows down": [[4.5] * 3, [9.0] * 3],
     }
-    rows, goals = bench.table(speeds, "control groups")
+    rows, goals = bench.table(speeds)
     assert [row["of their sum"] for row in rows] == pytest.approx([0.375, 0.95, 0.9])
     assert [goal.met for goal in goals] == [True, False]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(540)
-def test_the_whole_script(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "scripts.bench.hetero", "--quick", "--json", file]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stderr
-    assert len(json.loads(file.read_text())["rows"]) == 4
-    assert list(tmp_path.iterdir()) == [file]

@@ -8,7 +8,6 @@ from scripts.bench import predictions, tune
 from scripts.bench.comm.rank import SIZES, Size
 from trainer.config.compose import CONF
 from trainer.cost.workload import Choice
-from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.tools.tune.candidates import NOTHING
 from trainer.tools.tune.orders import run_order
@@ -25,11 +24,6 @@ def test_a_row_compares_with_the_median_of_the_rounds() -> None:
     assert (row["part"], row["choice"]) == ("1gbit, 2 hosts of 2 ranks, 10M", "today's config")
     assert (row["measured s"], row["error, percent"]) == (1.0, pytest.approx(10.0))
     assert [goal.met for goal in predictions.goals([row, {"error, percent": -12.0}])] == [False]
-
-
-def test_a_pattern_that_fits_no_cell_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--cells 9gbit: fits none of the cells, such as '1gbit, 2 hosts, 10M'"):
-        tune.choose_cells("9gbit", predictions.CELLS)
 
 
 @pytest.mark.slow

@@ -1,12 +1,8 @@
 """Each callback has a row: what a stage shards is a part of DDP's bytes, what it does not shard is whole."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.cli import environment
 from support.ranks import run_ranks
 
 from scripts.bench import sharding as bench
@@ -26,13 +22,3 @@ def test_what_a_rank_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert all(share < 0.5 for share in shares[3 - sharded :]) and all(s == 1 for s in shares[: 3 - sharded])
     assert rows["optimizer_in_backward"]["gradients, KiB"] == 0
     assert all(row["step, of DDP"] > 0 for row in rows.values()) and rows["auto_batch"]["sum, of DDP"] == 1
-
-
-@pytest.mark.slow
-def test_the_whole_script(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "scripts.bench.sharding", "--quick", "--json", file]
-    result = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["part"] for row in rows[:: len(bench.WAYS)]] == ["2 ranks", "3 ranks", "4 ranks"]

@@ -38,7 +38,7 @@ def test_a_cell(cell: bench.Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(bench.STEPS, "unlimited", 2)
     team = Team(Place(0, 2, 0, 2, starts=True), tmp_path, run_order)
     try:
-        row = bench.measure(cell, team, tmp_path, grid=3, rounds=1)
+        (row,) = bench.measure(cell, team, tmp_path, grid=3, rounds=1)
     finally:
         team.close()
     assert (row["tried"], row["cell"]) == (3, "unlimited, 2 hosts, 10M") and row["grid"] > 100

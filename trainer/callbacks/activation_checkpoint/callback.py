@@ -20,7 +20,6 @@ from trainer.log import log
 from trainer.parallel.blocks import find_blocks
 
 KEY = "callbacks.activation_checkpoint"
-POLICIES = ("full", "selective", "offload")
 CONFLICTS: dict[str, dict[str | Role, str]] = {
     "offload": {
         Role.COMPILE: "policy=offload hooks what a block saves, and Dynamo breaks the block's graph there; use "

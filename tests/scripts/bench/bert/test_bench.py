@@ -11,39 +11,38 @@ from support.cli import ROOT, environment
 
 from scripts.bench.bert import bench
 from scripts.bench.bert.cells import Cell, matrix
-from scripts.bench.bert.process import Outcome
+from scripts.bench.harness import Rounds
 from trainer.errors import ConfigError
-
-LATE = Outcome({}, "not run: the time was over")
 
 
 def test_the_first_cells_are_measured_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [Cell("speed", "Echelon"), Cell("speed", "Lightning"), Cell("speed", "bare loop")]
     limits = []
 
-    def run_cell(cell: Cell, limit_s: float) -> Outcome:
+    def alone(function: object, cell: Cell, folder: str, limit_s: float, fork: bool) -> dict[str, float]:
         limits.append(limit_s)
-        return Outcome({"tokens/s": 1.0})
+        return {"tokens/s": 1.0}
 
-    monkeypatch.setattr(bench, "run_cell", run_cell)
-    monkeypatch.setattr(bench, "missing", lambda cell: "needs lightning" if cell.trainer == "Lightning" else "")
-    outcomes = dict.fromkeys(cells, LATE)
-    bench.run_all(outcomes, time.monotonic() + 100)
-    assert [outcome.reason for outcome in outcomes.values()] == ["", "not run: needs lightning", ""]
-    assert all(90 < limit <= 100 for limit in limits)
-    outcomes = dict.fromkeys(cells, LATE)
-    bench.run_all(outcomes, time.monotonic() + 10)
-    assert [outcome.reason for outcome in outcomes.values()] == [LATE.reason, "not run: needs lightning", LATE.reason]
+    monkeypatch.setattr(bench, "alone", alone)
+    monkeypatch.setattr(bench, "missing", lambda packages: "needs lightning" if packages == ("lightning",) else "")
+    for seconds, late in ((100, {}), (10, {cells[0]: bench.LATE, cells[2]: bench.LATE})):
+        found = Rounds.of(cells)
+        bench.run_all(found, time.monotonic() + seconds)
+        assert found.failed == {cells[1]: "not run: needs lightning", **late}
+    assert len(limits) == 2 and all(90 < limit <= 100 for limit in limits)
 
 
 def test_the_table_has_numbers_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cell, other = Cell("speed", "Echelon"), Cell("speed", "Echelon", precision="fp8")
-    found = {"ms a step": 2.0, "tokens/s": 12345.0, "peak GiB": 1.5}
-    bench.finish({cell: Outcome(found), other: Outcome({}, "Traceback\nrefused: why")}, None, tmp_path)
+    cell, other, late = (Cell("speed", "Echelon", precision=precision) for precision in ("bf16", "fp8", "fp32"))
+    numbers = {"ms a step": 2.0, "tokens/s": 12345.0, "peak GiB": 1.5}
+    found = Rounds({cell: [numbers], late: []}, {other: "Traceback\nrefused: why"})
+    with bench.Report(None, ("torch",)) as report:
+        bench.finish(found, report, tmp_path)
     (file,) = tmp_path.iterdir()
     text = file.read_text()
-    assert file.name.endswith(time.strftime("-%Y-%m-%d.md")) and text in f"# BERT-large on one GPU\n\n{text}"
+    assert file.name.endswith(time.strftime("-%Y-%m-%d.md")) and text.startswith("# BERT-large on one GPU\n\n")
     assert "12,345" in text and "- speed, Echelon, sequence 512, micro_batch 64, fp8: refused: why\n" in text
+    assert f"fp32: {bench.LATE}" in text
     assert f"torch {torch.__version__}" in text and "12,345" in capsys.readouterr().out
 
 

@@ -11,13 +11,15 @@ from support.needs import needs
 
 from scripts.bench.bert import measure as bench
 from scripts.bench.bert.cells import TINY, Cell
-from scripts.bench.bert.kernels import KINDS, kind_of
-from scripts.bench.bert.loops import LOOPS, changes, missing
+from scripts.bench.bert.measure import KINDS, changes, kind_of
+from scripts.bench.harness import Failed, missing
+from scripts.bench.trainers import PACKAGES
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile
 from trainer.errors import ConfigError
 
 pytestmark = needs("transformers")
+LOOPS = ("Echelon", *bench.LOOPS)
 CELL = Cell("speed", "Echelon", 16, 2, size=TINY, backend="aot_eager", warm=2, timed=3)
 
 
@@ -34,7 +36,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.parametrize("trainer", LOOPS)
 def test_a_trainer_makes_the_steps_and_no_more(trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell, clocks = replace(CELL, trainer=trainer), list[bench.Clock]()
-    if reason := missing(cell):
+    if reason := missing(PACKAGES.get(trainer, ())):
         pytest.skip(reason)
 
     class Kept(bench.Clock):
@@ -53,7 +55,7 @@ def test_all_trainers_begin_with_the_same_weights() -> None:
     weights = {}
     for trainer in LOOPS:
         cell = replace(CELL, trainer=trainer)
-        if not missing(cell):
+        if not missing(PACKAGES.get(trainer, ())):
             torch.manual_seed(0)
             weights[trainer] = sum(p.double().sum().item() for p in bench.RandomText(cell).model().parameters())
     assert len(set(weights.values())) == 1 and len(weights) >= 2
@@ -71,7 +73,7 @@ def test_recompute_and_compile_reach_the_trainer(tmp_path: Path) -> None:
 
 
 def test_an_unknown_precision_is_refused_and_not_taken_for_fp32(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.precision=fp5: is not one of auto, fp32"):
+    with pytest.raises(ConfigError, match=r"trainer\.precision=fp5: must be auto or fp32"):
         bench.measure(replace(CELL, precision="fp5"), tmp_path)
 
 
@@ -120,3 +122,22 @@ def test_the_clock_times_the_steps_after_the_warm_ones(monkeypatch: pytest.Monke
     for _ in seconds:
         clock.tick()
     assert clock.seconds == 2.5
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConfigError("trainer.precision=fp8: needs torchao"), "refused: trainer.precision=fp8: needs torchao"),
+        (MemoryError("too much"), "out of memory (too much)"),
+        (ValueError("a fault of the bench"), "Traceback "),
+    ],
+)
+def test_an_error_is_the_reason(error, reason, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "measure", fail)
+    monkeypatch.setattr(bench.os, "dup2", lambda *_: None)
+    with pytest.raises(Failed) as failed:
+        bench.attempt(CELL, str(tmp_path))
+    assert str(failed.value).startswith(reason)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 from support.cli import environment
 from support.network import left_behind, namespaces, needs_cluster
 
-from scripts.bench.comm.__main__ import failures, measure
+from scripts.bench.comm.__main__ import take_turn
 from scripts.bench.comm.rows import BASES
 from scripts.bench.comm.table import Config, Result
-from scripts.bench.comm.turns import Failed
+from scripts.bench.harness import Failed
 
 
 class Fallible:
@@ -31,16 +32,15 @@ class Fallible:
 
 def test_a_row_that_fails_is_told_and_costs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     ranks: Any = Fallible()
-    names = [*BASES, "bf16"]
-    run = Result(Config(2, "10M", "1gbit"), {name: [] for name in names}, {})
-    measure(ranks, run, 3, 1.0)
+    names, config = [*BASES, "bf16"], Config(2, "10M", "1gbit")
+    run = Result(config, {name: [] for name in names}, {})
+    run.run(3, partial(take_turn, ranks, config, 1.0), f"{config}, ")
     assert ranks.asked == [*names, *names[::-1], *BASES]  # by turns, and turned round; no third turn for bf16
     whole = run.whole()
-    assert whole is not None and [row["row"] for row in whole.table()] == [*BASES]
+    assert whole is not None and [row["row"] for row in whole.rows()] == [*BASES]
     assert {len(turns) for turns in whole.turns.values()} == {3}
-    error = "rank 1: ended with code -11"
-    assert failures([run]) == [{"part": "Failed", "table": "10M, 2 hosts, 1gbit", "row": "bf16", "error": error}]
-    assert f"10M, 2 hosts, 1gbit, round 2/3: bf16 failed: {error}" in capsys.readouterr().err
+    assert run.failed == {"bf16": "rank 1: ended with code -11"}
+    assert "10M, 2 hosts, 1gbit, round 2/3: bf16: failed: rank 1: ended" in capsys.readouterr().err
 
 
 @needs_cluster

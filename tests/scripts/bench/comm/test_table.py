@@ -28,7 +28,7 @@ def result(**changed: Any) -> Result:
 
 
 def test_the_table_compares_within_rounds() -> None:
-    table = {row["row"]: row for row in result().table()}
+    table = {row["row"]: row for row in result().rows()}
     assert len({tuple(row) for row in table.values()}) == 1  # the same columns
     overlap = table["overlap"]
     assert overlap["part"] == "10M, 2 hosts, 100mbit; 3 rounds; speed-up over ddp-one"

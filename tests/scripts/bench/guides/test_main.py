@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 from support.cli import environment
 from support.network import left_behind, namespaces, needs_cluster
 
-from scripts.bench.comm.turns import Failed
 from scripts.bench.guides import __main__ as bench
-from scripts.bench.guides.__main__ import Record, chosen, measure, page, table
+from scripts.bench.guides.__main__ import chosen, lacking, measure, page, record_of, table
 from scripts.bench.guides.rows import ROWS
+from scripts.bench.harness import Failed
 from trainer.errors import ConfigError
 
 
@@ -33,52 +34,40 @@ class Fake:
         return {"seconds": 0.5 if name == "overlap" else 1.0, "sent": 1.0}
 
 
-class Nowhere:
-    def __init__(self, hosts: int) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "Ranks", Fake)
-    monkeypatch.setattr(bench, "Cluster", Nowhere)
+    monkeypatch.setattr(bench, "ranks_in", lambda *_: nullcontext(Fake()))
 
 
 def test_a_second_call_measures_what_is_missing(faked: None, tmp_path: Path) -> None:
     file = tmp_path / "rounds.json"
     overlap = [ROWS["overlap"]]
-    measure(overlap, 2, Record(file, "2gbit"))
+    measure(overlap, 2, record_of(file, "2gbit"))
     turns = [("DDP", "2gbit", False), ("overlap", "2gbit", True)]
     assert Fake.asked == [*turns, *turns[::-1]]  # the next round turns the order round
-    measure([*overlap, ROWS["overlap, beside none"]], 2, Record(file, "2gbit"))
+    measure([*overlap, ROWS["overlap, beside none"]], 2, record_of(file, "2gbit"))
     assert {name for name, _, _ in Fake.asked} == {"one bucket", "overlap"}
-    record = Record(file, "2gbit")
-    assert [ROWS[name].measured(record.rounds) for name in ("overlap", "overlap, beside none", "compression")] == [
+    record = record_of(file, "2gbit")
+    assert [ROWS[name].measured(record["rounds"]) for name in ("overlap", "overlap, beside none", "compression")] == [
         "2.00 (2.00 to 2.00)", "2.00 (2.00 to 2.00)", "not measured yet",
     ]  # fmt: skip
     Fake.asked.clear()
-    assert not record.lacking(overlap, 2) and record.lacking(overlap, 3) == ["DDP", "overlap"]
-    with pytest.raises(ConfigError, match=r"^--json .*: has rounds at 2gbit, not at 1gbit; name another file"):
-        Record(file, "1gbit")
+    assert not lacking(overlap, 2, record) and lacking(overlap, 3, record) == ["DDP", "overlap"]
+    with pytest.raises(ConfigError, match=r"^--json .*: is of .*2gbit.*, not of .*1gbit"):
+        record_of(file, "1gbit")
 
 
 def test_a_way_that_fails_costs_no_other(faked: None, capsys: pytest.CaptureFixture[str]) -> None:
-    record = Record(None, "2gbit")
+    record = record_of(None, "2gbit")
     measure(chosen("^(compression|overlap)$"), 2, record)
     assert [name for name, _, _ in Fake.asked] == ["DDP", "fp16", "overlap", "overlap", "DDP"]
-    assert ROWS["overlap"].measured(record.rounds) == "2.00 (2.00 to 2.00)"
-    assert ROWS["compression"].measured(record.rounds) == "not measured yet"
-    assert "round 1/2: fp16 failed: rank 1: ended with code -11" in capsys.readouterr().err
+    assert ROWS["overlap"].measured(record["rounds"]) == "2.00 (2.00 to 2.00)"
+    assert ROWS["compression"].measured(record["rounds"]) == "not measured yet"
+    assert "fp16: failed: rank 1: ended with code -11" in capsys.readouterr().err
 
 
 def test_unequal_ranks_have_a_link_without_limit(faked: None) -> None:
-    measure([ROWS["dynamic batches"]], 1, Record(None, "2gbit"))
+    measure([ROWS["dynamic batches"]], 1, record_of(None, "2gbit"))
     assert Fake.asked == [("unequal", "unlimited", False), ("hetero_batch", "unlimited", False)]
 
 
@@ -86,18 +75,18 @@ def test_memory_needs_no_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model: recomputing all blocks keeps fewer bytes."""
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
     monkeypatch.setattr(bench, "SIZES", {**bench.SIZES, "layers": 2, "hidden": 64, "sequence": 32, "batch": 2})
-    monkeypatch.setattr(bench, "Cluster", None)
-    record = Record(None, "2gbit")
+    monkeypatch.setattr(bench, "ranks_in", None)
+    record = record_of(None, "2gbit")
     measure(chosen("activation checkpointing, full"), 1, record)
-    (found,) = record.rounds
+    (found,) = record["rounds"]
     assert found["full"]["kept"] < found["activations"]["kept"] < found["activations"]["whole"]
-    told = ROWS["activation checkpointing, full"].measured(record.rounds)
+    told = ROWS["activation checkpointing, full"].measured(record["rounds"])
     assert re.fullmatch(r"\d+ % of activations, \d+ % with weights and AdamW; a pass takes .* times as long", told)
 
 
 def test_the_page_has_every_row_and_the_limit(faked: None) -> None:
-    record = Record(None, "2gbit")
-    record.machines.append({"cpu": "a CPU", "cores": 2})
+    record = record_of(None, "2gbit")
+    record["machines"].append({"cpu": "a CPU", "cores": 2})
     measure(chosen("communication, before"), 1, record)
     cells = {row["row"]: row for row in table(record)}
     assert cells.keys() == ROWS.keys() and len({tuple(row) for row in cells.values()}) == 1
@@ -105,11 +94,10 @@ def test_the_page_has_every_row_and_the_limit(faked: None) -> None:
     written = page(record)
     assert "is 1.00 times as fast as DDP's" in written and "Machine: cpu a CPU, cores 2." in written
     assert all(re.search(rf"^\| {re.escape(name)} +\|", written, re.MULTILINE) for name in ROWS)
-    assert all(len(line) <= 120 or line.startswith("|") for line in written.splitlines())
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--rows nonsense: fits none of DataParallel, "):
+    with pytest.raises(ConfigError, match=r"^--rows nonsense: fits none of DataParallel; "):
         chosen("nonsense")
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,9 +12,9 @@ import pytest
 from support.cli import environment
 from support.network import left_behind, namespaces, needs_cluster
 
-from scripts.bench.comm.turns import Failed
+from scripts.bench.harness import Failed
 from scripts.bench.loss import __main__ as bench
-from scripts.bench.loss.__main__ import Record, Settings, run
+from scripts.bench.loss.__main__ import Settings, run
 from scripts.bench.loss.rank import CURVE
 from trainer.errors import ConfigError
 
@@ -23,7 +24,7 @@ class Fake:
 
     asked: list[tuple[str, str]] = []
 
-    def __init__(self, cluster: Any, folder: Path, server: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked.clear()
 
@@ -36,39 +37,27 @@ class Fake:
         return {"seconds": 0.5, "sent": 0.0}
 
 
-class Nowhere:
-    def __init__(self, hosts: int) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 def test_a_second_run_trains_what_is_missing_and_a_failure_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "Ranks", Fake)
-    monkeypatch.setattr(bench, "Cluster", Nowhere)
+    monkeypatch.setattr(bench, "ranks_in", lambda *_: nullcontext(Fake(tmp_path)))
     file, settings, names = tmp_path / "out.json", Settings("tiny", 7, False), ["ddp", "bf16", "int8"]
-    seconds, failures = run(settings, names, 2, Record(file, settings))
+    found = run(settings, names, 2, settings.record(file))
     slow, free = "100mbit", "unlimited"
     assert Fake.asked == [
         ("train ddp", free), ("train bf16", free), ("train int8", free),
         ("time ", slow), ("time ddp", slow), ("time int8", slow), ("time ddp", slow), ("time ", slow),
     ]  # fmt: skip
-    assert seconds == {"": [0.5, 0.5], "ddp": [0.5, 0.5]}
-    assert [failure["method"] for failure in failures] == ["bf16", "int8"]
-    again = Record(file, settings)
-    assert again.curves == {"ddp": [[7, 9, 1.0]], "int8": [[7, 10, 1.0]]}
+    assert {name: found.values(name) for name in found.turns} == {"": [0.5, 0.5], "ddp": [0.5, 0.5]}
+    assert list(found.failed) == ["bf16", "int8"]
+    again = settings.record(file)
+    assert again["curves"] == {"ddp": [[7, 9, 1.0]], "int8": [[7, 10, 1.0]]}
     run(settings, [*names, "dgc", "overlap+powersgd-longer"], 1, again)
     trained = ["train bf16", "train dgc", "train overlap+powersgd-longer"]
     assert [row for row, _ in Fake.asked if row.startswith("train")] == trained
-    assert again.curves["dgc"][-1][0] == 7 and again.curves["overlap+powersgd-longer"][-1][0] == 8  # 7.7
-    with pytest.raises(ConfigError, match=r"^--json .*out\.json: has curves of .*'steps': 7.*, not of .*'steps': 8"):
-        Record(file, Settings("tiny", 8, False))
+    assert again["curves"]["dgc"][-1][0] == 7 and again["curves"]["overlap+powersgd-longer"][-1][0] == 8  # 7.7
+    with pytest.raises(ConfigError, match=r"^--json .*out\.json: is of .*'steps': 7.*, not of .*'steps': 8"):
+        Settings("tiny", 8, False).record(file)
 
 
 @needs_cluster

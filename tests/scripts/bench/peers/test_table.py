@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.peers.table import absent, lines_of_code, numbers, row
+from scripts.bench.harness import Rounds
+from scripts.bench.peers.table import lines_of_code, numbers, rows
 
 
 def test_numbers_of_a_run() -> None:
@@ -47,8 +48,9 @@ def test_a_row_compares_within_rounds() -> None:
 
     bare = [run(1.0), run(2.0), run(1.0)]
     own = [run(1.25, resume_s=4.0), run(2.5, resume_s=6.0), run(9.0, resume_s=5.0)]
-    made = row("a part", "Echelon", own, bare, 20)
+    found = Rounds({"bare loop": [*bare], "Echelon": [*own]}, {"Composer": "not installed: why"})
+    base, made, absent = rows("a part", found, {"bare loop": 30, "Echelon": 20, "Composer": "-"})
     assert made["speed, of the bare loop"] == pytest.approx(0.8)
     assert (made["ms a step"], made["resume, s"], made["stall, ms"], made["lines"]) == (2500.0, 5.0, 7.0, 20)
-    assert row("a part", "bare loop", bare, bare, 30)["resume, s"] == "-"
-    assert absent("a part", "Composer", "not installed: why", "-").keys() == made.keys()
+    assert base["resume, s"] == "-" and absent["ms a step"] == "not installed: why"
+    assert base.keys() == made.keys() == absent.keys()
