@@ -9,17 +9,11 @@ import pytest
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
+from trainer.checks.plan import settings_in_common
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError, DataError
 from trainer.optim.schedule import Constant
-from trainer.plan import (
-    Plan,
-    RunSpec,
-    identity_without_observers,
-    refuse_other_recipe,
-    settings_in_common,
-    stateful,
-)
+from trainer.plan import Plan, RunSpec
 from trainer.process.environment import Place
 
 
@@ -79,40 +73,3 @@ def test_a_rank_that_sees_other_data_is_refused():
     spec = make_plan(Toy()).spec
     with pytest.raises(DataError, match=r"^recipe\.data: has changed since the run was planned; restore"):
         make_plan(Toy(samples=48), place=Place(1, 3, 1, 3), spec=spec)
-
-
-def test_another_recipes_checkpoint_is_named():
-    manifest = {"settings": {"recipe._target_": "recipes.bert.Bert"}, "identity": {"data": "a"}}
-    with pytest.raises(ConfigError, match="the checkpoint was written with recipe Bert, and this run has recipe Toy"):
-        refuse_other_recipe(Toy(), manifest, {"data": "b"}, [])
-    refuse_other_recipe(Toy(), manifest, {"data": "b"}, ["data"])
-    refuse_other_recipe(Toy(), manifest, {"data": "a"}, [])
-
-
-def test_a_resume_compares_callbacks_that_change_weights():
-    class Watch(Callback):
-        pass
-
-    class Remember(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-    class Swap(Callback):
-        role = Role.MODEL
-
-    class Layout(Swap):
-        role = Role.SHARD
-
-        def distribute(self, trainer, model):
-            raise NotImplementedError
-
-    callbacks = {"watch": Watch(), "remember": Remember(), "swap": Swap(), "layout": Layout()}
-    assert stateful(callbacks) == ["swap"]
-    saved = {"identity": {"seed": 0, "callbacks": ["remember", "step_timer", "early_stop", "gone", "swap"]}}
-    saved["settings"] = {
-        "callbacks.step_timer._target_": "trainer.monitors.step_timer.StepTimer",
-        "callbacks.early_stop._target_": "trainer.callbacks.early_stop.EarlyStop",
-        "callbacks.gone._target_": "mine.Gone",
-    }  # of an older version
-    assert identity_without_observers(saved, callbacks) == {"seed": 0, "callbacks": ["gone", "swap"]}
-    assert identity_without_observers({"identity": {"seed": 0}}, callbacks) == {"seed": 0}

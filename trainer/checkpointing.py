@@ -24,12 +24,13 @@ from trainer.checkpoint.parts import is_part_section, open_parts, read_all
 from trainer.checkpoint.saver import Saver, State
 from trainer.checkpoint.serialize import is_rank_section, load_sections, load_state, optimizer_state, rank_section
 from trainer.checks.callback import saved
+from trainer.checks.plan import refuse_differences
 from trainer.comm.phases import Phase, during
 from trainer.context import Context
 from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.log import doing, log
 from trainer.optim.groups import ParameterRules
-from trainer.plan import Plan, refuse_differences
+from trainer.plan import Plan
 from trainer.run_dir import versions
 from trainer.state import COUNTERS
 

@@ -35,9 +35,9 @@ from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.parts import open_parts, part_section
 from trainer.checkpoint.serialize import Part
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.checks.plan import refuse_other_ranks
 from trainer.comm import ranks as comm
 from trainer.config.options import Options
-from trainer.plan import refuse_other_ranks
 
 WORLDS = (64, 512, 4096)
 PROCESS = 100  # ranks of a process

@@ -22,6 +22,7 @@ from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expan
 
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.checkpoint.serialize import load_state
+from trainer.checks.plan import refuse_other_manifests
 from trainer.data.sampling.order import Ref
 from trainer.data.shards.index import Index, scan_shard
 from trainer.data.shards.index_file import content_of, places_of
@@ -29,7 +30,6 @@ from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.tar import BLOCK, LONGEST_FIELDS, META, Member, members
 from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError, DataError
-from trainer.plan import refuse_other_manifests
 
 FIXED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 TYPES = [tarfile.REGTYPE] * 5 + [

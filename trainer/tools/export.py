@@ -18,6 +18,7 @@ from trainer.checkpoint.manifest import Damaged, verify
 from trainer.checkpoint.parts import open_parts, read_all
 from trainer.checkpoint.pretrained import put_weights
 from trainer.checkpoint.serialize import load_state
+from trainer.checks.plan import refuse_other_manifests, short
 from trainer.config.check import check
 from trainer.config.options import Options
 from trainer.config.signature import UNTRUSTED, is_own
@@ -26,7 +27,6 @@ from trainer.data.source import Samples, open_source
 from trainer.errors import ConfigError, printable
 from trainer.files import no_folders_if_refused, usual_permissions
 from trainer.parallel.meta import on_host
-from trainer.plan import refuse_other_manifests, short
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.redact import redacted_keys

@@ -12,10 +12,10 @@ from trainer.checkpoint.compare import flat
 from trainer.checkpoint.locate import checkpoints, noted_in
 from trainer.checkpoint.lock import is_running
 from trainer.checkpoint.manifest import Damaged, verify
+from trainer.checks.plan import stateful
 from trainer.config.signature import is_own
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError, printable
-from trainer.plan import stateful
 from trainer.process.calling import echelon
 from trainer.redact import redact
 from trainer.run_dir import refuse_cut, stored_config
