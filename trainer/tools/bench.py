@@ -9,7 +9,6 @@ fitted to the times. MB are 1,000,000 bytes.
 """
 
 import argparse
-import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -72,8 +71,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--devices={options.devices}: {why}; let the launcher start as many, or leave --devices out")
     if not place.launcher and (devices := options.devices or count(options.accelerator)) > 1:
         from trainer.launch.function import launch
+        from trainer.tools import bench as module  # noqa: PLW0406 in a rank, `__main__` is another module
 
-        module = importlib.import_module("trainer.tools.bench")  # in a rank, `__main__` is another one
         launch(module.measure, options, devices=devices)
     else:
         measure(options)
