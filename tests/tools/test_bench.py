@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.cli import environment
@@ -130,16 +129,6 @@ def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install 'matplotlib>=3\.9,<4'"):
         bench.run(bench.parser().parse_args(["--png", "b.png"]))
-
-
-def test_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    options = bench.parser().parse_args(["--png", str(tmp_path / "b.png")])
-    found: dict[str, Any] = {"about": "", "collectives": [], "fits": []}
-    bench.write(found, options, bench.Place())
-    assert (tmp_path / "b.png").read_bytes()[:4] == b"\x89PNG"
-    bench.write(found, bench.parser().parse_args(["--json", str(tmp_path / "b.json")]), bench.Place(rank=1, world=2))
-    assert not (tmp_path / "b.json").exists(), "only rank 0 writes"
 
 
 def test_the_parts_are_those_of_the_options() -> None:

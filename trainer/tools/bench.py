@@ -11,50 +11,17 @@ fitted to the times. MB are 1,000,000 bytes.
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import ConfigError, nearest, refuse_remote, require
-from trainer.files import refuse_folder, write_json
+from trainer.files import refuse_folder
 from trainer.process.arguments import ArgumentParser
-from trainer.process.environment import Place, detect, raise_file_limit
+from trainer.process.environment import detect, raise_file_limit
 from trainer.process.exit import exit_process, run_guarded
-from trainer.timeouts import COLLECTIVE_S
-from trainer.tools.measure.plot import draw, require_matplotlib
+from trainer.tools.measure.plot import require_matplotlib
+from trainer.tools.measure.rank import measure
 
 ALL = ("links", "codecs", "copies", "matmul", "disk", "shards")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-NEEDED = {"links", "codecs", "disk"}  # for the cost model's machine
-
-
-def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure on this rank and its peers, print tables on rank 0, and return all as JSON values. A collective."""
-    import torch
-
-    from trainer.comm.ranks import Ranks
-    from trainer.precision.formats import fastest
-    from trainer.tools.measure.collectives import FITTED
-    from trainer.tools.measure.host import share
-    from trainer.tools.measure.parts import PARTS
-    from trainer.tools.measure.report import Report
-
-    ranks = Ranks(place, options.accelerator, options.backend, COLLECTIVE_S)
-    try:
-        device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU"
-        network = ranks.backend if ranks.world > 1 else "no network"
-        about = f"{ranks.world} rank(s), {network}, {device}, torch {torch.__version__}"
-        report = Report(ranks.rank == 0)
-        report.say(about)
-        for part, measure in PARTS.items():
-            if part in options.only:
-                measure(ranks, options, report)
-        cores, memory = share(ranks)
-        whole = {*options.only} >= NEEDED and FITTED in options.collectives
-        machine = report.machine(ranks.world, cores, memory, ranks.backend) if whole else None
-        if not whole:
-            report.miss(f"machine: not made: the cost model needs {' '.join(sorted(NEEDED))}, and {FITTED}")
-        return report.as_json({"about": about, "auto_precision": fastest(ranks.device)}, machine)
-    finally:
-        ranks.close()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,36 +38,17 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--devices={options.devices}: {why}; let the launcher start as many, or leave --devices out")
     if not place.launcher and (devices := options.devices or count(options.accelerator)) > 1:
         from trainer.launch.function import launch
-        from trainer.tools import bench as module  # noqa: PLW0406 in a rank, `__main__` is another module
 
-        launch(module.measure, options, devices=devices)
+        launch(measure, options, devices=devices)
     else:
         measure(options)
     return 0
-
-
-def measure(options: argparse.Namespace) -> None:
-    """Measure on this rank and its peers, and write the files. A collective."""
-    place = detect(os.environ)
-    write(bench(place, options), options, place)
 
 
 def count(accelerator: str) -> int:
     from trainer.comm.device import count_gpus
 
     return count_gpus(accelerator) or 1
-
-
-def write(found: dict[str, Any], options: argparse.Namespace, place: Place) -> None:
-    if place.rank:
-        return
-    try:
-        if options.json:
-            write_json(options.json, found)
-        if options.png:
-            draw(found, options.png)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; give --json and --png other places") from None
 
 
 def refuse(options: argparse.Namespace) -> None:
