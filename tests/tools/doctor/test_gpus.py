@@ -110,7 +110,7 @@ def test_gpus_in_other_slots_are_equal(sys):
 def test_the_last_of_a_machines_gpus_counts_as_the_first_does(sys, other, words):
     equal = [free(pci=ONE), free(pci=TWO)]
     (line,) = between(sys, equal, [free(pci=ONE), free(pci=TWO, **other)])
-    assert line.startswith("kind of GPU differs: ") and line.endswith("see +callbacks=[hetero_batch]")
+    assert line.startswith("kind of GPU differs: ") and line.endswith("see '+callbacks=[hetero_batch]'")
     found = examine(sys, free(pci=ONE), free(pci=TWO, **other))
     (kind,) = [finding for finding in found if finding.subject == "kind of GPU"]
     assert kind.level == NOTE and words in kind.value and "; the slowest rank sets the pace; " in kind.line()
@@ -139,7 +139,7 @@ def test_power_limits_of_two_machines(sys):
     (line,) = between(sys, [free(pci=ONE)], [free(pci=ONE, limit_milliwatts=500_000)])
     assert (
         line == "kind of GPU differs: 700 W (rank 0) | 500 W (rank 1); the slowest rank sets the pace; "
-        "see +callbacks=[hetero_batch]"
+        "see '+callbacks=[hetero_batch]'"
     )
 
 
