@@ -25,6 +25,7 @@ from typing import Any
 
 from scripts.command import command
 from trainer.errors import STOPPED, ConfigError, nearest, require
+from trainer.process.signals import held
 
 Process = subprocess.Popen[Any]
 # Every process in a host gets the interface to use, and one thread, since hosts share the cores.
@@ -194,8 +195,9 @@ def namespaces() -> set[str]:
 
 
 def call(*command: str) -> str:
-    """Run a command in a session of its own, so that a Ctrl-C does not leave half a namespace."""
-    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    """Run a command to its end, also at a Ctrl-C, which would else leave half a namespace."""
+    with held():
+        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
         raise ConfigError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
     return done.stdout
