@@ -1,11 +1,12 @@
 """The callbacks that there are, the order of a run's callbacks, and their conflicts."""
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.callback import Callback, Role, Symptom, overrides
-from trainer.config.targets import CONF, LIBRARIES, locate
+from trainer.callback import OWN, Callback, Role, Symptom, overrides
+from trainer.config.targets import CONF, LIBRARIES, PACKAGE, locate
 from trainer.errors import ConfigError
 
 DECIDES = {
@@ -65,23 +66,47 @@ def arrange(callbacks: Mapping[str, Callback], features: set[str]) -> dict[str, 
 
 
 @functools.cache
-def kinds() -> Mapping[str, type[Callback]]:
-    """Return the class of each callback that conf/ has, by name."""
+def own_targets() -> Mapping[str, str]:
+    """Return the `_target_` of each callback of Echelon's own in conf/, by name."""
     from omegaconf import OmegaConf  # which a run from Python does not need
 
-    found: dict[str, Any] = {}
+    found: dict[str, str] = {}
     for path in sorted((CONF / "callbacks").glob("*.yaml")):
-        node: Any = OmegaConf.load(path)
-        found[path.stem] = locate(f"callbacks.{path.stem}._target_", node[path.stem]["_target_"], LIBRARIES)
+        with contextlib.suppress(Exception):  # another's file that is none of a callback
+            node: Any = OmegaConf.load(path)
+            found[path.stem] = str(node[path.stem]["_target_"])
+    return {name: target for name, target in found.items() if OWN.match(target)}
+
+
+@functools.cache
+def kind_of(name: str) -> type[Callback]:
+    """Return the class of Echelon's own callback of this name."""
+    found: Any = locate(f"callbacks.{name}._target_", own_targets()[name], LIBRARIES)
     return found
 
 
+def kinds() -> Mapping[str, type[Callback]]:
+    """Return the class of each of Echelon's own callbacks by name. This imports all of them."""
+    return {name: kind_of(name) for name in own_targets()}
+
+
 def remedies(*symptoms: Symptom) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the callbacks that help, with the knobs to try: exact ones first, the outermost first."""
-    found = [(name, kind, knobs) for name, kind in kinds().items() for symptom in symptoms
-             for knobs in kind.remedies.get(symptom, ())]  # fmt: skip
+    """Return the callbacks that help, with the knobs to try: exact ones first, the outermost first.
+
+    Only modules whose source names a symptom are imported, because a run asks between two steps.
+    """
+    names = [name for name in own_targets() if any(f"Symptom.{each.name}" in source_of(name) for each in symptoms)]
+    found = [(name, kind_of(name), knobs) for name in names for symptom in symptoms
+             for knobs in kind_of(name).remedies.get(symptom, ())]  # fmt: skip
     ordered = sorted(found, key=lambda each: (not each[1].exact, -each[1].role))
     return [(name, knobs) for name, _, knobs in ordered]
+
+
+def source_of(name: str) -> str:
+    """Return the source of a callback's module, or of its package."""
+    place = PACKAGE.joinpath(*own_targets()[name].split(".")[1:3])
+    files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+    return "".join(file.read_text() for file in files)
 
 
 def in_words(name: str, knobs: Mapping[str, Any]) -> str:

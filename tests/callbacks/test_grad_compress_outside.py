@@ -12,8 +12,9 @@ from support.configs import toy_config
 from support.costs import choose, machine, setup
 
 from trainer.callbacks.grad_compress import GradCompress
-from trainer.comm.codecs.base import ErrorFeedback
+from trainer.comm.codecs.base import Codec, ErrorFeedback
 from trainer.comm.codecs.topk import TopK
+from trainer.config.build import build
 from trainer.config.check import check
 from trainer.cost.machine import CodecCost
 from trainer.cost.passes import in_step, passes
@@ -60,6 +61,7 @@ def test_a_command_trains_with_it_and_resumes(tmp_path: Path) -> None:
         ({"_target_": NAME, "threshold": "low"}, r"codec\.threshold=low: must be float, not str"),
         ({"_target_": "elsewhere.Codec"}, r"codec\._target_=elsewhere\.Codec: elsewhere is not a package that configs"),
         ({"_target_": NAME, "threshold": {"_target_": "os.mkdir"}}, r"codec\.threshold.*_target_"),
+        ({"_target_": NAME, "threshold": True}, r"codec\.threshold=true: must be float"),
         ("ternary", r"codec=ternary: must be bf16 or .* or an object \(\{_target_: package\.Class, \.\.\.\}\)"),
     ],
 )
@@ -104,3 +106,25 @@ def test_a_search_and_a_table_have_it(config: dict[str, Any]) -> None:
     assert all(merge(config, choice)["callbacks"]["grad_compress"]["codec"] == NODE for choice in found)
     way = own_way(config)["config"]
     assert way.callbacks["grad_compress"]["codec"] == NODE and "outside" in way.allow
+
+
+class Bare(Codec):
+    """Has forgotten its base, and tells no bytes."""
+
+    def __init__(self, base: bool = False) -> None:
+        if base:
+            super().__init__()
+
+
+def test_a_codec_that_forgets_its_base_or_its_bytes_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress\.codec: the constructor of .*Bare does not call"):
+        GradCompress(codec=Bare())
+    cost = GradCompress(codec=Bare(base=True)).cost()
+    assert "has no payload_bytes" in cost.left_out and not GradCompress(codec=Ternary()).cost().left_out
+
+
+@pytest.mark.parametrize("target", ["torch.nn.Linear", "trainer.loggers.csv.CSV"])
+def test_a_class_that_is_no_codec_is_not_called(config: dict[str, Any], target: str) -> None:
+    node = {"_target_": "trainer.callbacks.grad_compress.GradCompress", "codec": {"_target_": target}}
+    with pytest.raises(ConfigError, match=rf"^x\.codec\._target_={target}: is no class that x\.codec takes"):
+        build("x", node, ("torch.nn",))

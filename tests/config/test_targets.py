@@ -182,6 +182,8 @@ def test_a_class_whose_module_has_moved_is_found_by_its_former_name(package: str
     """Configs of runs of older versions have it."""
     found = locate("callbacks.csv._target_", f"trainer.{package}.csv.CSV", ())
     assert (found.__module__, found.__name__) == ("trainer.loggers.csv", "CSV")
+    progress = locate("callbacks.progress._target_", f"trainer.{package}.progress.callback.Progress", ())
+    assert progress.__module__ == "trainer.loggers.progress.callback"
     for other in (f"trainer.{package}.csv.Logger", f"trainer.{package}.csv", "other.monitors.csv.CSV"):
         with pytest.raises(ConfigError):
             locate("callbacks.csv._target_", other, ())

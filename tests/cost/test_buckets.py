@@ -23,6 +23,8 @@ def test_sizes_of_buckets() -> None:
     assert limits(setup(machine())) == [1, 25] and limits(setup(machine(), choose(trainer__ddp__bucket_mib=4))) == [4]
     assert limits(setup(machine(background=False), choose({"overlap": {}}))) == [1]
     assert limits(setup(machine(), choose({"overlap": {}}))) == [25]  # on NCCL
+    both = {"overlap": {}, "bucket": {"mib": 5}}
+    assert limits(setup(machine(), choose(both))) == [5, 5]  # a size that is set, in any order
 
 
 def test_tables_and_vectors_take_no_share_of_the_passes() -> None:

@@ -86,7 +86,8 @@ class GradCompress(Callback):
 
     def cost(self) -> Cost:
         name, between = self.setting["codec"], self.level == "inter"
-        return Cost(codec=self.codec, codec_name=name, encodes=True, between_nodes=between)
+        why = "" if self.codec.counted else f"{name} has no payload_bytes, and is taken to send plain gradients"
+        return Cost(why, codec=self.codec, codec_name=name, encodes=True, between_nodes=between)
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         refuse_complex(trainer.module, "callbacks.grad_compress", "codecs send real numbers")
@@ -195,6 +196,8 @@ def made(codec: str | Made, knobs: dict[str, Any]) -> Codec:
     if not isinstance(codec, Codec):
         reason = f"{type(codec).__name__} is no codec; inherit from trainer.comm.codecs.base.Codec"
         raise ConfigError(f"{KEY}.codec: {reason}")
+    if not hasattr(codec, "kept"):
+        raise ConfigError(f"{KEY}.codec: the constructor of {name_of(codec)} does not call super().__init__(); add it")
     for knob, value in knobs.items():
         if value is not None:
             raise ConfigError(f"{KEY}.{knob}={value}: {name_of(codec)} has knobs of its own; set {KEY}.codec.{knob}")

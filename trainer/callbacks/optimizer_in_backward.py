@@ -156,10 +156,10 @@ class OptimizerInBackward(Callback):
 
 
 class FreedGradients(Cost):
-    """With one pass a step, the gradients of a few buckets are there at a time."""
+    """There are no buckets of DDP's. With one pass a step, the gradients of a few buckets are there at a time."""
 
     def hold(self, setup: Setup, held: Held) -> Held:
         if setup.passes > 1:
-            return held
+            return held._replace(buckets=0.0)
         most = IN_MEMORY * 4 * max(bucket.elements for bucket in lay_out(setup))
         return held._replace(gradients=min(setup.gradient_bytes, most), buckets=0.0)

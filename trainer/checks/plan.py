@@ -7,9 +7,8 @@ from trainer.annotated import checked, fits
 from trainer.callback import Callback, Role, overrides
 from trainer.checks.callback import refuse_no_callback, refuse_other_hooks
 from trainer.checks.recipe import refuse_other_parameters
-from trainer.composition import kinds
 from trainer.config.options import DataOptions, Options
-from trainer.config.targets import in_conf
+from trainer.config.targets import in_conf, locate
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.process.environment import node_range
@@ -39,8 +38,8 @@ def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[s
         target = str(settings.get(f"callbacks.{name}._target_", ""))
         if name in callbacks:
             return observes(callbacks[name])
-        kind = kinds().get(name)
-        return kind is not None and in_conf(target) is not None and observes(kind)
+        kind: Any = locate("trainer.resume", target, ()) if in_conf(target) else None
+        return isinstance(kind, type) and issubclass(kind, Callback) and observes(kind)
 
     return manifest["identity"] | {"callbacks": [name for name in listed if not observed(name)]}
 

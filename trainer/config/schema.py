@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from trainer.annotated import PLAIN, kinds_of
+from trainer.annotated import PLAIN, kinds_of, takes_node
 from trainer.config.targets import locate
 
 NO_DEFAULT = inspect.Parameter.empty
@@ -45,8 +45,12 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
             inside = f"{node.module}".startswith(f"{module}.")  # the package exports a name of one of its modules
             if inside and any(alias.name == name for alias in node.names):
                 return knobs(key, f"{node.module}.{name}", allow)
-    parameters = inspect.signature(locate(f"{key}._target_", target, allow)).parameters.values()
-    return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: Knob(Any, p.default) for p in parameters}
+    found = locate(f"{key}._target_", target, allow)
+    kinds = kinds_of(found.__init__ if isinstance(found, type) else found)
+    parameters = inspect.signature(found).parameters.values()
+    nodes = {name: kind for name, kind in kinds.items() if takes_node(kind)}
+    known = {p.name: Knob(nodes.get(p.name, Any), p.default) for p in parameters}
+    return {ANY_NAME if p.kind is p.VAR_KEYWORD else p.name: known[p.name] for p in parameters}
 
 
 @functools.lru_cache(256)

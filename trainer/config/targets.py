@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else HOME / "conf"  # in a wheel, in a checkout
 LIBRARIES = ("torch.nn", "torch.optim", "transformers")  # packages that a command's config may name
 OURS = ("trainer", "recipes")
+MOVED = ("loggers", "monitors")  # packages that took callbacks over
 LIMITED = ("torch", "transformers")  # packages with functions and classes that run code which an argument names
 
 
@@ -36,18 +37,20 @@ def in_conf(target: str) -> str | None:
     `recipes.lightning.recipe.Lightning` is `recipes.lightning.Lightning`. `locate` compares the classes. Configs of
     older runs name modules of `trainer` by the packages that had them.
     """
-    module, _, name = target.rpartition(".")
-    if target in named_in_conf():
-        return target
-    shorter = (f"{package}.{name}" for package in accumulate(module.split(".")[:-1], "{}.{}".format))
-    return next((known for known in shorter if known in named_in_conf()), moved(target))
+    for name in (target, *moved(target)):
+        module, _, last = name.rpartition(".")
+        if name in named_in_conf():
+            return name
+        shorter = (f"{package}.{last}" for package in accumulate(module.split(".")[:-1], "{}.{}".format))
+        if known := next((known for known in shorter if known in named_in_conf()), None):
+            return known
+    return None
 
 
-def moved(target: str) -> str | None:
-    """Return the name in conf/ of a callback that an older version had in `trainer.callbacks` or `trainer.monitors`."""
-    name = re.sub(r"^trainer\.(callbacks|monitors)\.", "trainer.loggers.", target)
-    name = name if name in named_in_conf() else re.sub(r"^trainer\.callbacks\.", "trainer.monitors.", target)
-    return name if name in named_in_conf() else None
+def moved(target: str) -> list[str]:
+    """Return where a callback may be now that an older version had in `trainer.callbacks` or `trainer.monitors`."""
+    now = {re.sub(r"^trainer\.(callbacks|monitors)\.", f"trainer.{package}.", target) for package in MOVED}
+    return sorted(now - {target})
 
 
 def allows(packages: tuple[str, ...], module: str) -> bool:
@@ -107,9 +110,9 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             fix = f"{error}; go to the folder that has {package}, set PYTHONPATH to it, or install the package"
         raise ConfigError(f"{key}={target}: {fix}") from None
-    if target in named_in_conf() or (known and known == moved(target)):
+    if target in named_in_conf() or (known and known in moved(target)):
         return found
-    if known and target == f"{found.__module__}.{name}":
+    if known and f"{found.__module__}.{name}" in (target, *moved(target)):
         return found
     home = getattr(found, "__module__", None) or "builtins"
     refuse_package(key, target, home, allow)

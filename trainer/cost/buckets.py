@@ -32,8 +32,10 @@ def limits(setup: Setup) -> list[float]:
     for cost in setup.costs.values():
         if mibs := cost.bucket_mibs(setup):
             return list(mibs)
-    mib = setup.settings.get("trainer.ddp.bucket_mib")
-    return [FIRST_MIB, DEFAULT_MIB] if mib is None else [mib]
+    if (mib := setup.settings.get("trainer.ddp.bucket_mib")) is not None:
+        return [mib]
+    defaults = filter(None, (cost.default_mibs(setup) for cost in setup.costs.values()))
+    return list(next(defaults, (FIRST_MIB, DEFAULT_MIB)))
 
 
 def shapes_of(setup: Setup) -> Shapes:

@@ -137,7 +137,11 @@ class Cost:
         return 1
 
     def bucket_mibs(self, setup: "Setup") -> Sequence[float]:
-        """Return the sizes of buckets in the order of reduction, the last for all further ones; () for DDP's own."""
+        """Return the sizes of buckets in the order of reduction, the last for all further ones; () if not set."""
+        return ()
+
+    def default_mibs(self, setup: "Setup") -> Sequence[float]:
+        """Return the sizes of buckets if neither a callback nor a setting gives them; () for DDP's own."""
         return ()
 
     def reduce_s(self, setup: "Setup", run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float | None:

@@ -1,7 +1,7 @@
 """A training step as the cost model sees it: the work of a sample, a choice of callbacks, and the prediction."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -40,7 +40,10 @@ class Choice:
 
     callbacks: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Any]
-    allow: tuple[str, ...] = ()  # packages that a callback's `_target_` may name
+    allow: tuple[str, ...] = field(default=(), compare=False)  # packages that a callback's `_target_` may name
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow", tuple(self.allow))  # a journal has a list
 
 
 @dataclass(frozen=True)

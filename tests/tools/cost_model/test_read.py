@@ -1,10 +1,13 @@
 """Choices are checked against the YAMLs; what is not modelled is said."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.costs import choose, machine, setup
 
+from trainer.callback import Callback
 from trainer.config.compose import CONF
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
@@ -24,6 +27,35 @@ def test_no_callback_is_ignored_silently(name: str) -> None:
 
 def test_a_callback_of_the_user_s_is_named() -> None:
     assert "callbacks.mine" in setup(machine(), choose({"mine": {"knob": 1}})).unknown[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Watch", None), ("Wrong", "returned int"), ("Failing", "RuntimeError: boom")]
+)
+def test_the_costs_of_a_user_s_callbacks(name: str, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that looks on has seconds, too, which are not modelled."""
+    monkeypatch.setitem(sys.modules, "outside.watch", SimpleNamespace(Watch=Watch, Wrong=Wrong, Failing=Failing))
+    monkeypatch.setattr(Watch, "__module__", "outside.watch")
+    node = {"_target_": f"outside.watch.{name}"}
+    if said is None:
+        assert costs_of({"mine": node}, ("outside", __name__)) == {"mine": None}
+        return
+    with pytest.raises(ConfigError, match=rf"^callbacks\.mine.*{said}"):
+        costs_of({"mine": node}, ("outside", __name__))
+
+
+class Watch(Callback):
+    pass
+
+
+class Wrong(Callback):
+    def cost(self) -> Any:
+        return 3
+
+
+class Failing(Callback):
+    def cost(self) -> Any:
+        raise RuntimeError("boom")
 
 
 def test_defaults_are_the_yaml_s() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,17 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
+from support.configs import toy_config
 from support.network import Cluster, needs_cluster
 
 from trainer.config.compose import CONF, compose
 from trainer.cost.workload import Choice
 from trainer.errors import STOPPED
 from trainer.process.environment import Place
+from trainer.tools.cost_model.read import costs_of
 from trainer.tools.tune.__main__ import UNCHANGED, USAGE, lead
 from trainer.tools.tune.candidates import NOTHING
+from trainer.tools.tune.configs import merge
 from trainer.tools.tune.options import TuneOptions
 from trainer.tools.tune.search import OVER, Tried
 from trainer.tools.tune.team import TrialFailed
@@ -458,3 +462,19 @@ def test_a_restart_with_the_budget_that_was_named_has_time_for_trials(
     again = dataclasses.replace(options, budget_s=float(named[1]))
     assert lead(Answers(tmp_path), config, again, tmp_path, "mine", []) == 0
     assert "trial 1 " in capsys.readouterr().out
+
+
+def test_a_codec_from_elsewhere_keeps_its_permission_in_every_choice() -> None:
+    tuning = object.__new__(Tuning)
+    codec = {"_target_": "outside.ternary.Ternary", "threshold": 0.5}
+    config = merge(toy_config(), Choice({"grad_compress": {"codec": codec}}, {}))
+    config["trainer"]["allow_targets"] += ["outside"]
+    tuning.config, tuning.place, tuning.cuda, tuning.wholes = config, Place(0, 2, 0, 2), False, {}
+    choice = tuning._whole(Choice({}, {"data.workers": 0}))
+    assert choice.allow[-1] == "outside" and choice.settings["data.workers"] == 0
+    assert costs_of(choice.callbacks, choice.allow)["grad_compress"] is not None
+
+
+def test_a_choice_of_the_journal_is_the_choice() -> None:
+    choice = Choice({"overlap": {}}, {"micro_batch": 2}, ("mine",))
+    assert Choice(**json.loads(json.dumps(asdict(choice)))) == choice

@@ -14,9 +14,7 @@ STEPS = 4  # after so many, steps are alike
 class OverlapCost(Cost):
     """Buckets are sent in the order in which the next forward pass needs them."""
 
-    def bucket_mibs(self, setup: Setup) -> Sequence[float]:
-        if setup.settings.get("trainer.ddp.bucket_mib") is not None:
-            return ()
+    def default_mibs(self, setup: Setup) -> Sequence[float]:
         return [DEFAULT_MIB if setup.machine.background else MIB]
 
     def reduce_s(self, setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float:

@@ -1,11 +1,12 @@
 """The contract of a codec, error feedback around any codec, and the residuals that both keep from step to step."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.annotated import Made
+from trainer.annotated import Made, check_arguments
 from trainer.comm.bucket import Bucket, Piece
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.messages import Message, Shapes, elements
@@ -25,6 +26,11 @@ class Codec(Made):
     matrices: bool = False  # whole parameters are needed, not parts of them
 
     ranks, rank, seed = 1, 0, 0  # set by `join`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = check_arguments("codec.")(cls.__init__)
 
     def __init__(self) -> None:
         self.kept: dict[str, Residuals] = {}  # this rank's own
@@ -58,6 +64,12 @@ class Codec(Made):
     def residual_copies(self) -> float:
         """Return the copies of the reduced tensor that stay in memory from step to step."""
         return 0.0
+
+    @property
+    def counted(self) -> bool:
+        """Return whether the codec tells its bytes."""
+        own = type(self)
+        return own.payload_bytes is not Codec.payload_bytes or own.messages is not Codec.messages
 
     def payload_bytes(self, shapes: Shapes) -> float:
         """Return the bytes of the payload of a bucket of parameters of these shapes, in float32."""
@@ -118,6 +130,10 @@ class ErrorFeedback(Codec):
     @property
     def residual_copies(self) -> float:
         return 1.0 + self.codec.residual_copies
+
+    @property
+    def counted(self) -> bool:
+        return self.codec.counted
 
     def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
         return self.codec.messages(shapes, ranks)

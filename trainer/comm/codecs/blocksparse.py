@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer.annotated import PositiveInt, check_arguments
+from trainer.annotated import PositiveInt
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
@@ -30,7 +30,6 @@ class BlockSparse(Codec):
     exact: bool = True
     gathers: bool = True
 
-    @check_arguments("codec.")
     def __init__(self, block: PositiveInt = 256) -> None:
         super().__init__()
         self.block = block

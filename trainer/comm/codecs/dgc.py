@@ -6,7 +6,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from trainer.annotated import AtMost, Beta, NonNegativeInt, PositiveFloat, check_arguments
+from trainer.annotated import AtMost, Beta, NonNegativeInt, PositiveFloat
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Residuals
 from trainer.comm.codecs.sparse import Sparse
@@ -34,7 +34,6 @@ class DGC(Sparse):
             that is more.
     """
 
-    @check_arguments("codec.")
     def __init__(
         self,
         density: Annotated[PositiveFloat, AtMost(1)] = 0.001,

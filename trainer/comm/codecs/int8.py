@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.annotated import check_arguments
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
@@ -35,7 +34,6 @@ class Int8(Codec):
 
     gathers: bool = True
 
-    @check_arguments("codec.")
     def __init__(self, rounding: Literal["stochastic", "nearest"] = "stochastic", block: int = 256) -> None:
         super().__init__()
         if block < 4 or block % 4:

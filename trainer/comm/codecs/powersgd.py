@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.annotated import PositiveInt, check_arguments
+from trainer.annotated import PositiveInt
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.comm.reduce import Reduce
@@ -29,7 +29,6 @@ class PowerSGD(Codec):
     feedback: bool = True
     matrices: bool = True
 
-    @check_arguments("codec.")
     def __init__(self, rank: PositiveInt = 4) -> None:
         super().__init__()
         self.columns = rank

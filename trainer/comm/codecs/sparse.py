@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.annotated import AtMost, PositiveFloat, check_arguments
+from trainer.annotated import AtMost, PositiveFloat
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec
 from trainer.cost.messages import Shapes, elements
@@ -32,7 +32,6 @@ class Sparse(Codec):
     gathers: bool = True
     dtype: torch.dtype = torch.float32  # of the sent values
 
-    @check_arguments("codec.")
     def __init__(self, density: Annotated[PositiveFloat, AtMost(1)]) -> None:
         super().__init__()
         self.density = density

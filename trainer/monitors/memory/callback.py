@@ -1,5 +1,6 @@
 """Measures peak memory, limits what the process may take of a GPU, and advises when memory runs out."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -104,7 +105,12 @@ class Memory(Callback):
         if not is_out_of_memory(error):
             return
         use = count(trainer, self.max_share)
-        ways = advise(use, setting(trainer, use))
+        error.advice = str(use)
+        try:
+            ways = advise(use, setting(trainer, use))
+        except Exception as failure:  # of a user's callback, which is asked what it goes with
+            log.warning("memory: no advice, because a callback failed: %s", failure)
+            return
         if trainer.device.type == "cuda":
             ways = "; ".join(filter(None, [self._unused(trainer, use), ways]))
         error.advice = f"{use}; try {ways}"
@@ -169,15 +175,17 @@ def setting(trainer: Context, use: Use) -> Setting:
 
 def saved_bytes(trainer: Context, use: Use, candidate: Callback) -> float:
     """Return the bytes that the cost model predicts a further callback to save, from the bytes of this rank."""
-    sizes = tuple(max(1, size([p]) // 4) for p in trainer.parameters)  # the model counts in float32
+    sizes = tuple(max(1, size([p]) // 4) for p in trainer.parameters) or (1,)  # the model counts in float32
     state, activations = 8.0 * sum(sizes) + use.state, use.rest / trainer.plan.micro
     work = Workload(sizes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, activations, state)
     place, link = trainer.ranks.place, Link(0.0, 1.0, 0.0)
-    machine = Machine(trainer.world, place.local_world, 1.0, link, link, {}, None, 1.0)
-    own = {name: cost for name, callback in trainer.callbacks.items() if (cost := callback.cost())}
+    ranks = trainer.strategy.data_world  # a pipeline's parameters here are those of one stage
+    machine = Machine(ranks, min(ranks, place.local_world), 1.0, link, link, {}, None, 1.0)
+    costs = {name: cost_of(callback) for name, callback in trainer.callbacks.items()}
+    own = {name: cost for name, cost in costs.items() if cost.stages == 1}
     views = trainer.strategy.bucket_bytes == 0
     settings = {"micro_batch": trainer.plan.micro, "trainer.ddp.gradient_as_bucket_view": views}
-    today, added = Setup(machine, work, trainer.batch, own, settings), candidate.cost() or Cost()
+    today, added = Setup(machine, work, trainer.batch, own, settings), cost_of(candidate)
     saved = predict_memory(today) - predict_memory(replace(today, costs={**own, "": added}))
     if added.keeps == 1:
         return saved
@@ -186,3 +194,11 @@ def saved_bytes(trainer: Context, use: Use, candidate: Callback) -> float:
     except ConfigError:
         blocks = 1
     return min(saved, use.rest * (1 - 1 / blocks))  # one block's activations are there at a time
+
+
+def cost_of(callback: Callback) -> Cost:
+    """Return a callback's cost; none if a user's callback can't tell it: advice must not fail."""
+    with contextlib.suppress(Exception):
+        found = callback.cost()
+        return found if isinstance(found, Cost) else Cost()
+    return Cost()

@@ -10,7 +10,7 @@ from trainer.config.build import build
 from trainer.config.compose import CONF
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import option_parameters
-from trainer.config.targets import LIBRARIES, locate
+from trainer.config.targets import LIBRARIES, in_conf, locate
 from trainer.cost.machine import Machine
 from trainer.cost.setup import ALGORITHMS, Cost, Setup
 from trainer.cost.workload import Choice, Workload
@@ -77,8 +77,17 @@ def cost_of(name: str, given: Knobs, allow: tuple[str, ...]) -> Cost | None:
         return None
     kind: Any = locate(f"{key}._target_", node["_target_"], allowed)
     if getattr(kind, "cost", None) is Callback.cost and kind.role >= Role.MEASURE:
-        return Cost()  # not built: it might open files, or need a library
-    return build(key, node, allowed).cost()
+        return Cost() if in_conf(node["_target_"]) else None  # not built: it might open files, or need a library
+    try:
+        cost = build(key, node, allowed).cost()
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"{key}: has no cost ({reason}); correct its constructor or its cost()") from None
+    if not isinstance(cost, Cost | None):
+        raise ConfigError(f"{key}.cost(): returned {type(cost).__name__}; return a trainer.cost.setup.Cost, or None")
+    return cost
 
 
 def whole_node(name: str, given: Mapping[str, Any]) -> Mapping[str, Any] | None:

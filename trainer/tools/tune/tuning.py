@@ -202,7 +202,7 @@ class Tuning:
         if key not in self.wholes:
             self.wholes[key] = whole(merge(self.config, Choice(choice.callbacks, cut)), self.place.world, self.cuda)
         known = self.wholes[key]
-        return Choice(known.callbacks, {**known.settings, **others})
+        return replace(known, settings={**known.settings, **others})
 
     def _search(self, model: Model, listed: list[Choice]) -> Search:
         lines = [line["trial"] for line in self.journal.all("trial")]
