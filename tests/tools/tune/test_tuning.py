@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from support import configs
 from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
-from support.configs import toy_config
 from support.network import Cluster, needs_cluster
 
 from trainer.config.compose import CONF, compose
@@ -467,7 +467,7 @@ def test_a_restart_with_the_budget_that_was_named_has_time_for_trials(
 def test_a_codec_from_elsewhere_keeps_its_permission_in_every_choice() -> None:
     tuning = object.__new__(Tuning)
     codec = {"_target_": "outside.ternary.Ternary", "threshold": 0.5}
-    config = merge(toy_config(), Choice({"grad_compress": {"codec": codec}}, {}))
+    config = merge(configs.toy_config(), Choice({"grad_compress": {"codec": codec}}, {}))
     config["trainer"]["allow_targets"] += ["outside"]
     tuning.config, tuning.place, tuning.cuda, tuning.wholes = config, Place(0, 2, 0, 2), False, {}
     choice = tuning._whole(Choice({}, {"data.workers": 0}))
