@@ -85,9 +85,9 @@ class Callback:
     family: ClassVar[tuple[str, ...]] = ()  # knobs whose values `tune` corrects the cost model for, each alone
     remedies: ClassVar[Mapping[Symptom, Sequence[Mapping[str, Any]]]] = {}  # symptom -> knobs that help, all tried
     metric: str = ""  # a metric that validation must give, for example `val/loss`
-    # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
+    # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and fix.
     conflicts: Mapping[Any, str] = {}
-    requires: Mapping[str, str] = {}  # a capability -> reason and way out
+    requires: Mapping[str, str] = {}  # a capability -> reason and fix
 
     # Set-up, in this order; `split` alone is called for each step. Each takes an object and returns one of its kind.
     def build_model(self, trainer: Context, build: Callable[[], nn.Module]) -> nn.Module:
@@ -105,7 +105,7 @@ class Callback:
     def distribute(self, trainer: Context, model: nn.Module) -> Strategy:
         """Return a layout of the model over the ranks instead of DDP. One callback of role SHARD may have this hook.
 
-        Beside a callback of a role in `shares_with`, this one's hook is not called.
+        With a callback of a role in `shares_with`, this one's hook is not called.
         """
         raise NotImplementedError
 
@@ -165,7 +165,7 @@ class Callback:
         """
 
     def on_event(self, trainer: Context, event: str, facts: dict[str, Any]) -> None:
-        """Take what happened beside the steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
+        """Handle an event between steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
 
     def on_error(self, trainer: Context, error: BaseException) -> None:
         """Add to the error that ends the run, such as a note, before it is reported."""

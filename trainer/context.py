@@ -173,7 +173,7 @@ class Context:
     summary: dict[str, Any]  # of the finished run, on rank 0
     evaluate: Callable[..., dict[str, float]]  # as `Trainer.evaluate`
     predict: Callable[..., Any]  # as `Trainer.predict`
-    validate: Callable[[], bool]  # validates now, and tells whether `keep_best` wants a checkpoint; a collective
+    validate: Callable[[], bool]  # validates now; returns whether `keep_best` wants a checkpoint; a collective
     step: int = of("state.step")
     samples: int = of("state.samples")
     seconds: float = of("state.seconds")

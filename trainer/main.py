@@ -33,14 +33,14 @@ USAGE = """Echelon trains PyTorch models; distributed-training optimisations are
   echelon                                                  trains a small BERT on real text
   echelon recipe=bert_large trainer.devices=8              one process starts eight ranks
   echelon recipe=bert_large '+callbacks=[grad_compress,overlap]' callbacks.grad_compress.codec=fp16
-  echelon resume runs/NAME                                 goes on where a run stopped
+  echelon resume runs/NAME                                 resumes a run where it stopped
   echelon trainer.resume=ckpt/last.pt                      the same, for a config that is typed again
   echelon -m optimizer.lr=1e-3,3e-4                        one run per value
   echelon --config-dir my/conf recipe=mine                 your own recipe
   echelon --cfg job --resolve                              shows every knob, and runs nothing
   torchrun --nproc-per-node 8 -m trainer.main recipe=bert_large
                                                            under torchrun; srun and mpirun likewise
-  echelon report runs/NAME                                 a tool, see below; echelon TOOL --help tells more
+  echelon report runs/NAME                                 a tool, see below; echelon TOOL --help says more
 
 python -m trainer.main takes the same arguments, where the command is not installed.
 """
@@ -157,7 +157,7 @@ def shows(word: str) -> bool:
 
 
 def refuse_shared(jobs: list[Job]) -> None:
-    """Refuse runs of a multirun that would go on from each other, or would write into one folder.
+    """Refuse runs of a multirun that would resume each other, or write into one folder.
 
     The first would make all steps, and the rest none.
     """
@@ -166,7 +166,7 @@ def refuse_shared(jobs: list[Job]) -> None:
     for resume, *places in resumed:
         if (same := resumed.count((resume, *places))) > 1:
             raise ConfigError(
-                f"trainer.resume={resume}: {same} runs of -m would go on from one run; "
+                f"trainer.resume={resume}: {same} runs of -m would resume one run; "
                 "give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"
             )
     new = [each for each in given if each["run_dir"] and not each["resume"] and not each["dry_run"]]

@@ -239,7 +239,7 @@ class Plan:
     def _find_checkpoint(self, rank: int, each: Callable[..., list[Any]], spec: RunSpec | None) -> list[str] | None:
         """Return the checkpoint that the launcher or else rank 0 found, and its manifest's sha256.
 
-        A restart asks for the newest checkpoint, which rank 0 then looks for anew.
+        A restart asks for the newest checkpoint, so rank 0 looks for it again.
         """
         options = self.options
         if options.resume is None:

@@ -69,12 +69,12 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
     ended, saves = has_ended(folder), (folder / CHECKPOINTED).exists()
     if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
-            f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another folder"
+            f"trainer.run_dir={given}: holds a run already; resume it with trainer.resume=auto, or give another folder"
         )
     if locate.checkpoints(saved) and (resumed is None or not _same(resumed.parent, saved)):
         raise ConfigError(
-            f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
-            "or give another trainer.run_dir or trainer.checkpoint.dir"
+            f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; resume with "
+            "trainer.resume=auto, or give another trainer.run_dir or trainer.checkpoint.dir"
         )
     if again and not goes_on and (ended or saves):  # else the run would begin at step 0, and cut the old files off
         raise ConfigError(
@@ -87,7 +87,7 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
 
 
 def nothing_left(plan: "Plan", folder: Path) -> str:
-    """Return why the run in this folder has ended, if a resume has nothing left to do; empty if the run goes on.
+    """Return the stop reason if the run in this folder is complete, so that a resume has nothing left to do, else "".
 
     The last checkpoint, the summary and the export are there, and the run would end again before another step.
     """
@@ -112,7 +112,7 @@ def nothing_left(plan: "Plan", folder: Path) -> str:
     else:
         return ""
     reason = "" if stopped == "max_steps" else f" ({printable(stopped)[:300]})"
-    text = "nothing to do: %s has finished at step %d%s, and stays as it is; %s would go on"
+    text = "nothing to do: %s has finished at step %d%s, and stays as it is; %s would resume it"
     log.info(text, folder, summary["steps"], reason, way)
     return stopped
 
@@ -151,7 +151,7 @@ def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> st
                 "trainer.run_dir"
             )
         return given
-    log.info("resume: the checkpoint's run is not in %s; the run goes on in a new folder", printable(given)[:200])
+    log.info("resume: the checkpoint's run is not in %s; the run continues in a new folder", printable(given)[:200])
     return None
 
 

@@ -55,7 +55,7 @@ def report(trainer: Context) -> None:
     try:
         write_json(file, trainer.summary)
     except OSError as error:
-        if trainer.stop_reason != "signal":  # a stopped run goes on from its checkpoint
+        if trainer.stop_reason != "signal":  # a stopped run resumes from its checkpoint
             raise
         log.warning("%s: can't be written: %s", file, error.strerror)
     how, why = ENDS.get(trainer.stop_reason, ("finished", f": {trainer.stop_reason}"))
@@ -67,7 +67,7 @@ def report(trainer: Context) -> None:
     if trainer.best:
         log.info("best        %s", best_in_words(trainer.best, trainer.checkpoint))
     if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
-        log.info("go on with  %s", go_on(trainer.command.argv, trainer.checkpoint.parent))
+        log.info("resume with %s", go_on(trainer.command.argv, trainer.checkpoint.parent))
         if short := resume(trainer):
             log.info("or with     %s", short)
     if exports_now:
@@ -83,7 +83,7 @@ def report(trainer: Context) -> None:
 
 
 def best_in_words(best: Mapping[str, Any], checkpoint: Path | None) -> str:
-    """Return the best validation, and its checkpoint if that is kept beside the newest one."""
+    """Return the best validation, and its checkpoint if that is kept in addition to the newest one."""
     kept = checkpoint and folder(checkpoint.parent, best["step"])
     where = f", in {kept}" if kept and kept.is_dir() else ""
     return f"{best['metric']} {readable(best['value'])} at step {best['step']}{where}"
@@ -186,7 +186,7 @@ def export_from(trainer: Context, checkpoint: Path, folder: Path) -> str:
     """
     if not (trainer.run_dir / "config.yaml").exists():
         if trainer.stop_reason == "signal":
-            return "the run's end: it exports once it has gone on"
+            return "the run's end: it exports after a resume"
         return f"recipe.export, of a Trainer whose ranks have the whole model, with Options(resume='{checkpoint}')"
     allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []

@@ -179,10 +179,10 @@ def options_of_next(loop: Loop, max_steps: int | None, max_epochs: float | None)
     """
     context: Context = loop.context
     if not context.closed and context.world > 1:
-        raise ConfigError("fit: the ranks of this run failed; make another Trainer, with trainer.resume to go on")
+        raise ConfigError("fit: the ranks of this run failed; make another Trainer, and resume with trainer.resume")
     folder = loop.checkpointer.folder
     if not locate.checkpoints(folder):
-        raise ConfigError(f"fit: {folder} has no checkpoint to go on from; make another Trainer")
+        raise ConfigError(f"fit: {folder} has no checkpoint to resume from; make another Trainer")
     limits = limits_of(loop, max_steps, max_epochs)
     return replace(context.options, resume=str(folder), run_dir=str(context.run_dir), **limits)
 

@@ -204,7 +204,7 @@ class Evaluator:
     def _take_together(
         self, model: nn.Module, batches: Callable[[], Iterator[Micro]], most: int | None
     ) -> list[Any] | None:
-        """Take as `_take`; if that fails, tell the others at their next batch, where all end.
+        """Take batches as `_take` does; a failure is reported to the others at their next batch, and all ranks end.
 
         They never come to it if they wait for a pass of this rank. They get an error when its process ends.
         """

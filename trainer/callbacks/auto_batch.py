@@ -107,7 +107,7 @@ class AutoBatch(Callback):
         log.info("auto_batch: micro-batches of at most %d samples (%s)", self.micro, probes)
         if trainer.device.type != "cuda" and not self.max_micro:
             log.info(
-                "auto_batch: a CPU tells no limit of memory, so none is looked for; callbacks.auto_batch.max_micro"
+                "auto_batch: a CPU reports no memory limit, so none is searched for; callbacks.auto_batch.max_micro"
             )
         self._decide(trainer, trainer.plan.manifest.get("samples", 0))
 

@@ -138,7 +138,7 @@ def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[s
     if was not in ("", now) and own["data"] != manifest["identity"]["data"] and "data" not in accept:
         raise ConfigError(
             f"trainer.resume: the checkpoint was written with recipe {was}, and this run has recipe {now}; choose "
-            f"recipe {was}, or start anew with trainer.resume=null"
+            f"recipe {was}, or start a new run with trainer.resume=null"
         )
 
 

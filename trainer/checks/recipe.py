@@ -20,7 +20,7 @@ from trainer.recipe import Optional, Recipe
 MISSING = object()  # in the place of a loss: `recipe.loss` has raised
 METRICS = "a dict of name -> (sum, count), two numbers"
 ONE_NUMBER = "a tensor of one number, the mean over the batch"
-# Part of the text of an error in a backward pass, or of DDP -> the mistake in the recipe, and the way out.
+# Part of the text of an error in a backward pass, or of DDP -> the mistake in the recipe, and the fix.
 IN_PLACE = "modified by an inplace operation"
 MISTAKES = {
     "backward through the graph a second time": "its graph is freed already; keep tensors of earlier batches by "
@@ -142,7 +142,7 @@ def not_one_number(loss: Any) -> ConfigError:
 
 
 def hint(value: Any) -> str:
-    """Return how to get a loss from what `recipe.loss` returned; empty if that can't be told."""
+    """Return how to get a loss from what `recipe.loss` returned; empty if unknown."""
     if isinstance(value, tuple) and value and isinstance(value[0], Tensor) and value[0].numel() == 1:
         return ", such as its first item"
     return "; a function without `return` gives None" if value is None else ""
@@ -153,7 +153,7 @@ def without_gradient(loss: Tensor) -> ConfigError:
 
 
 def unused_parameters(numbers: str, model: nn.Module) -> str:
-    """Return the names of the parameters with these numbers, and the way out."""
+    """Return the names of the parameters with these numbers, and the fix."""
     names = [name for name, p in getattr(model, "module", model).named_parameters() if p.requires_grad]
     own = [names[i] for i in map(int, numbers.split()) if i < len(names)]
     more = f" and {len(own) - 3} more" if len(own) > 3 else ""
@@ -349,7 +349,7 @@ def check_rates(recipe: Any) -> None:
 
 
 def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
-    """Call `recipe.summary` on rank 0, and let no rank go on if it fails. A collective.
+    """Call `recipe.summary` on rank 0; raise on every rank if it fails. A collective.
 
     Args:
         each: Gives every rank the values of all ranks.

@@ -42,7 +42,7 @@ def dried(options: Options, folder: Path) -> Options:
     """Return the options of a dry run whose files are in `folder`. An overfit run validates on its own batches.
 
     Raises:
-        ConfigError: The run would go on from a checkpoint, which a dry run does not.
+        ConfigError: The run would resume from a checkpoint, which a dry run does not do.
     """
     if options.resume is not None:
         raise ConfigError(f"trainer.dry_run=true: makes a new run, and trainer.resume={options.resume}; leave one out")

@@ -36,14 +36,14 @@ def inference(trainer: Context, what: str) -> Iterator[Inference]:
     """Make what reads data with the trainer's model. Ranks whose run has ended meet again meanwhile.
 
     Raises:
-        ConfigError: The ranks' run goes on, has failed, or has ended and each rank has a part of the model.
+        ConfigError: The ranks' run is still training, has failed, or has ended and each rank has a part of the model.
     """
     several, strategy = trainer.world > 1, trainer.strategy
     if several and trainer.fitted and not (trainer.closed and strategy.whole):
         way = way_out(trainer, what)
         if trainer.closed:
             raise ConfigError(f"{what}: each rank has a part of the model; {way}")
-        raise ConfigError(f"{what}: the run goes on, or has failed; call it after fit, or {way}")
+        raise ConfigError(f"{what}: the run is still training, or has failed; call it after fit, or {way}")
     if not trainer.fitted:
         load_first_weights(trainer)
     options, again = trainer.options, several and trainer.closed

@@ -32,7 +32,7 @@ class Sender:
         self.name, self.is_away = name, is_away
         self.calls: deque[Callable[[], object]] = deque()
         self.changed = threading.Condition()
-        self.until = 0.0  # the time of the last try; 0: the run goes on
+        self.until = 0.0  # the time of the last try; 0: the run has not ended
         self.troubles: set[str] = set()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -84,9 +84,9 @@ class Sender:
         except Exception as error:
             reason = printable(" ".join(str(error).split()))[:300] or type(error).__name__
             if self.is_away(error):
-                self._tell("away", f"{reason}; training goes on, and writes wait until there is an answer")
+                self._tell("away", f"{reason}; training continues, and writes wait until there is an answer")
                 return False
-            self._tell("refused", f"{reason}; training goes on, and this is left out")
+            self._tell("refused", f"{reason}; training continues, and this is left out")
         else:
             if "away" in self.troubles:
                 self.troubles.discard("away")

@@ -63,7 +63,7 @@ class DDP:
         self.lay_out({})
 
     def lay_out(self, arguments: dict[str, Any]) -> None:
-        """Wrap the model anew. The previous DDP is dropped first, with its buckets and its hooks on parameters.
+        """Wrap the model again, after dropping the previous DDP with its buckets and its hooks on parameters.
 
         The first DDP sends the weights of rank 0, and no later one: they are equal then.
         """

@@ -1,4 +1,4 @@
-"""Averages the gradients of a pipeline's stage over its replicas, beside the last backward passes of a step."""
+"""Averages a pipeline stage's gradients over its replicas, alongside the last backward passes of a step."""
 
 from collections.abc import Sequence
 from functools import partial

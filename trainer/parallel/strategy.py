@@ -40,7 +40,7 @@ class Strategy(Protocol):
 
     @property
     def bucket_bytes(self) -> int:
-        """Return the bytes of the buckets that stay beside the gradients."""
+        """Return the bytes of the buckets that are kept in addition to the gradients."""
         ...
 
     def sync_gradients(self, on: bool) -> None:

@@ -63,8 +63,8 @@ class View:
 class Call:
     """One forward pass of one block, and what it has saved.
 
-    The tensors leave the device when the next block has run: until then the copies run beside it. In the backward pass
-    the tensors of a block come back while the block after it runs.
+    The tensors leave the device when the next block has run; until then the copies overlap with it. In the
+    backward pass a block's tensors come back while the block after it runs.
 
     Args:
         owned: Addresses of memory that stays on the device.

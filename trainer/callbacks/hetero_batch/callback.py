@@ -32,8 +32,8 @@ PASSES = 3  # of the rehearsal that are timed
 class HeteroBatch(Callback):
     """Cuts each batch over the ranks by their measured speeds and memory; the mean over its items stays exact.
 
-    Every `every` steps the ranks gather their samples per second of computing, and cut the batch anew. The new shares
-    hold from a position that no rank has loaded yet. Each step has the samples that it has with even shares.
+    Every `every` steps the ranks gather their samples per second of computing, and split the batch again. The new
+    shares hold from a position that no rank has loaded yet. Each step has the samples that it has with even shares.
 
     A rank has as many micro-batches as its share needs. Their largest size is measured on each rank before the first
     step, so a share needs no more memory than the rank has.
@@ -55,7 +55,7 @@ class HeteroBatch(Callback):
     communicates = True
     conflicts = {
         Role.SYNC: "each rank would step by its own gradient, which grows with its share; leave one out",
-        "own_order": "a forward pass then waits for other ranks, so a rank's own speed can't be told; leave one out",
+        "own_order": "a forward pass then waits for other ranks, so a rank's own speed is unknown; leave one out",
         "sync_batch_norm": "its forward passes wait for other ranks, which make other numbers of passes; "
         "set trainer.sync_batch_norm=false or leave hetero_batch out",
     }
@@ -112,7 +112,7 @@ class HeteroBatch(Callback):
         """Refuse knobs that do not suit the number of ranks.
 
         Raises:
-            ConfigError: The message has the reason and the way out.
+            ConfigError: With the reason and the fix.
         """
         world, batch = trainer.strategy.data_world, trainer.batch
         if batch < world:
@@ -223,7 +223,7 @@ class HeteroBatch(Callback):
             self._decide(trainer, trainer.samples)
 
     def _decide(self, trainer: Context, samples: int) -> None:
-        """Measure all ranks' speeds, and cut the batch anew. A collective."""
+        """Measure all ranks' speeds and split the batch again. A collective."""
         own = self.clock.take()
         asked, counts, seconds = zip(*trainer.ranks.gather([self.asked, *own]), strict=True)
         made = self.made.made

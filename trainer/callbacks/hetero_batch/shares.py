@@ -8,7 +8,7 @@ GAIN = 0.02  # part of the step's time that other shares must save
 
 
 def follow(speeds: Sequence[float], measured: Sequence[float], smoothing: float) -> list[float]:
-    """Return the moving averages of the ranks' speeds. The average of a rank that has changed begins anew.
+    """Return the moving averages of the ranks' speeds. The average of a rank that has changed restarts.
 
     Args:
         speeds: The averages before.

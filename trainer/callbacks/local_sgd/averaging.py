@@ -153,7 +153,7 @@ def refuse_quantised(state: dict[str, dict[str, Any]]) -> None:
 def mean_of(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of each floating-point tensor in nested dicts; all else is the first's.
 
-    One state is in memory at a time, beside the sums, which are in float32 at least.
+    Only one state is in memory at a time, in addition to the sums, which are kept in float32 or wider.
     """
     sums, dtypes, ranks = {}, {}, 0
     for state in states:

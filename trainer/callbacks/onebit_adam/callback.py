@@ -31,7 +31,7 @@ class OneBitAdam(Callback):
     error feedback both ways. Their mean moves the weights, and the next momentum starts from it. Weights and moments
     are the same on all ranks.
 
-    On another number of ranks, worker errors become their mean and the shards of server errors are cut anew. The next
+    On another number of ranks, worker errors become their mean and the shards of server errors are cut again. The next
     mean then holds the same part of them. Memory: one copy of the parameters and 1 / N for N ranks; two more during a
     step.
 
@@ -125,7 +125,7 @@ def adamw(optimizer: Optimizer) -> AdamW:
     """
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
-            f"optimizer={type(optimizer).__name__}: onebit_adam goes on with AdamW's momentum and variance; "
+            f"optimizer={type(optimizer).__name__}: onebit_adam continues from AdamW's momentum and variance; "
             "use optimizer=adamw, or leave onebit_adam out"
         )
     for key in ("amsgrad", "maximize"):

@@ -70,7 +70,7 @@ class OneBit:
     Afterwards each rank adds its own gradients to the momenta. The weights move by the mean momentum over the root of
     the frozen variance.
 
-    The bias corrections stay, so that steps do not jump: the momentum's goes on, the variance's is frozen with it. An
+    The bias corrections stay, so that steps do not jump: the momentum's continues, the variance's is frozen with it. An
     element whose frozen variance is zero is not moved: a sign is never zero.
     """
 

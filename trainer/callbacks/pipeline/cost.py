@@ -69,8 +69,8 @@ def idle(setup: Setup, schedule: str) -> float:
 def exchanged(setup: Setup, schedule: str) -> StepCost:
     """Return the seconds in which a stage's messages wait in the filling of the pipeline, and the bytes of a stage.
 
-    Other messages run beside the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains. At
-    the end of a step the first stage and the last exchange the gradients of tied parameters; ZBV has both on a rank.
+    Other messages overlap with the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains.
+    At the end of a step the first stage and the last exchange the gradients of tied parameters; ZBV has both on a rank.
     """
     machine, stages = setup.machine, setup.stages
     size, tied = setup.workload.boundary_bytes * setup.micro, setup.workload.tied_bytes * (schedule != "zbv")

@@ -46,7 +46,7 @@ class Flight(NamedTuple):
 
 
 class Inbox:
-    """Messages of one form from a neighbour. Memory is offered ahead, so that they arrive beside the passes."""
+    """Messages of one form from a neighbour. Receives are posted ahead, so that they overlap with the passes."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, form: Form, device: torch.device) -> None:
         self.peer, self.group, self.form, self.device = peer, group, form, device
@@ -104,7 +104,7 @@ class Awaited(list[Tensor]):
 
 
 class PipeDream(Pipeline):
-    """A stage whose passes go on over the end of a step, with two versions of its weights.
+    """A stage whose passes continue across the end of a step, with two versions of its weights.
 
     A step runs the forward passes of its batch, and applies the gradients of the batch before:
     W(t+1) = W(t) - step(gradient of batch t-1 at W(t-1)). With `run_ahead` = 1, stage s of S is S - 1 - s
@@ -247,7 +247,7 @@ class PipeDream(Pipeline):
         """Reduce the gradients of the batch before, once its last backward pass has run on this stage.
 
         The stages get there at different times, so none waits for another. Norms, and gradients of tied parameters,
-        travel beside further passes.
+        travel during further passes.
         """
         version = self.before
         if version is None or (self.flights and self.flights[0].version is version):

@@ -2,7 +2,7 @@
 
 A stage runs the model's own `forward`. Blocks of other stages are passed over: a gate before each block takes the
 stage's input in, or hands the stage's output out. All that is not a block runs on every stage, without the parameters
-that the stage lacks. These are NaN there, so a result that depends on one is NaN, and a rehearsal can tell.
+that the stage lacks. These are NaN there, so a result that depends on one is NaN, and a rehearsal detects it.
 """
 
 import math

@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
 class Pipeline:
     """One stage of the model on each rank, or two, and copies of the whole pipeline.
 
-    Gradients are reduced over the replicas of a stage beside the last backward passes. A parameter of several names
+    Gradients are reduced over a stage's replicas alongside the last backward passes. A parameter of several names
     that two ranks have gets the sum of both gradients, which equals the unsplit model's to rounding.
 
     Args:

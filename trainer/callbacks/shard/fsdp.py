@@ -267,7 +267,7 @@ class AcrossNodes(TwoLevel):
         if sum(sizes) != flat.numel():
             raise ConfigError(
                 "callbacks.shard.hybrid: some parameters have no gradient in this step, so the rows of the others "
-                "can't be told apart; set callbacks.shard.hybrid=false, or use every parameter in each loss"
+                "can't be distinguished; set callbacks.shard.hybrid=false, or use every parameter in each loss"
             )
         own = self.own(bucket)
         lengths = {p: stop - start for p, start, stop in own.pieces}
