@@ -1,4 +1,4 @@
-"""The training loop: what every run needs. What only some runs need is a callback."""
+"""The training loop: everything that every run needs. Callbacks have the rest."""
 
 import math
 import time
