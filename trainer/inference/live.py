@@ -65,7 +65,7 @@ def inference(trainer: Context, what: str) -> Iterator[Inference]:
 
 
 def way_out(trainer: Context, what: str) -> str:
-    """Return the alternative: a command, or for a Trainer made in Python, which has no config, another Trainer."""
+    """Return the alternative: a command if the run has a config and a checkpoint, else another Trainer."""
     saved = folder_of(trainer)
     resume = f", with Options(resume='{saved}')" if locate.checkpoints(saved) else ""
     if resume and (trainer.run_dir / "config.yaml").exists():
