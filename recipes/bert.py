@@ -5,7 +5,7 @@ the tokens to predict become `[MASK]`, 10 % a random token, 10 % stay. Every seq
 with BERT's `max_predictions_per_seq`.
 
 From RoBERTa (Liu et al. 2019, arXiv:1907.11692): no next-sentence loss, sequences across documents, and masks drawn
-anew each time. RoBERTa's table 9 has the values of base and large: peak learning rate, warm-up, linear decay, batch
+again each time. RoBERTa's table 9 has the values of base and large: peak learning rate, warm-up, linear decay, batch
 8192, no gradient clipping. The table also has Adam's betas (0.9, 0.98) and epsilon 1e-6, weight decay 0.01, dropout
 0.1.
 

@@ -2,7 +2,7 @@
 
 Each call in the running interpreter's library, without tests, is a positive row. The candidate is the called name. With
 it come three negatives, which are sampled: names of other calls of the same day. So frequent names are as frequent
-among negatives, and tell nothing. A day is a tenth of each file, in its order: day 0 has the beginnings of all files.
+among negatives, and mean nothing. A day is a tenth of each file, in its order: day 0 has the beginnings of all files.
 
 | field | content |
 |---|---|

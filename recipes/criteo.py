@@ -122,7 +122,7 @@ def _write(path: Path, partial: Path, made: Path) -> None:
         if not count:
             raise DataError(f"{path}: has no row; give a file in Criteo's format")
     except BaseException:
-        partial.unlink(missing_ok=True)  # once the file is mended, it has another name
+        partial.unlink(missing_ok=True)  # once the file is repaired, it has another name
         raise
     log.info("clicks: %d rows of %s in %s", count, path.name, made)
 

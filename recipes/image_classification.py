@@ -123,14 +123,14 @@ class ImageClassification:
         check(names == self.classes, f"recipe.classes={self.classes}: {has}; set recipe.classes={names}")
 
     def _checked_names(self, source: Any) -> Any:
-        """Return shards, once the names beside them are as many as the classes and those of training.
+        """Return shards, after checking that the names next to them match the classes and the training names.
 
         Raises:
-            ConfigError: They are others. Or training has a folder, whose names nothing beside these shards confirms.
+            ConfigError: The names differ, or training reads a folder and these shards have no names to confirm its own.
         """
         own, known = names_beside(source), self._known_names
         if own is not None:
-            self._check_number(len(own), f"{CLASSES} beside {source} has {len(own)} names")
+            self._check_number(len(own), f"{CLASSES} next to {source} has {len(own)} names")
         if source is self.sources["train"] or source is None or own == known:
             return source
         if self._train_images:
@@ -146,7 +146,7 @@ class ImageClassification:
 
     @property
     def labels(self) -> list[str]:
-        """The names of the classes: the folders of `train`, or classes.json beside the shards, or numbers."""
+        """The names of the classes: the folders of `train`, or classes.json next to the shards, or numbers."""
         return self._known_names or [str(i) for i in range(self.classes)]
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class ImageClassification:
 
 
 def names_beside(source: str | list[str] | None) -> list[str] | None:
-    """Return the names of the classes beside shards; None if no file has them.
+    """Return the class names stored next to shards; None if no file has them.
 
     Raises:
         ConfigError: Files in several folders have different names.

@@ -18,7 +18,7 @@ EXPANSION = 4  # channels that leave a block, for each channel of its 3 x 3 conv
 
 
 class Bottleneck(nn.Module):
-    """A 1 x 1, a 3 x 3 and a 1 x 1 convolution beside a shortcut.
+    """A 1 x 1, a 3 x 3 and a 1 x 1 convolution with a shortcut.
 
     Args:
         inputs: Channels that enter.

@@ -1,6 +1,6 @@
 """BERT's WordPiece vocabulary (Devlin et al. 2018, arXiv:1810.04805), learned from text.
 
-Case and accents stay, since they tell names in code apart.
+Case and accents stay, since they distinguish names in code.
 """
 
 import re
@@ -75,7 +75,7 @@ def tokenizer_of(tokens: list[str]) -> "Tokenizer":
 def learn_tokens(documents: Iterable[Document], alphabet: list[str], size: int) -> list[str]:
     """Learn at most `size` tokens, and return them in the order of their ids.
 
-    The trainer breaks ties between merges by the numbers of the `##` characters. A hash table that is seeded anew in
+    The trainer breaks ties between merges by the numbers of the `##` characters. A hash table that is reseeded in
     each process orders these numbers. Special tokens are numbered first, in the given order, so the whole alphabet is
     special.
     """

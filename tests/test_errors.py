@@ -211,9 +211,9 @@ trainer.resume=BASE/ckpt/last.pt recipe.width=8 trainer.run_dir=runs/new
 trainer.run_dir=runs/..
     trainer.run_dir=runs/..: has no name, and the folder of checkpoints needs one; give runs/NAME
 trainer.run_dir=BASE/runs/r
-    /runs/r: holds a run already; go on by trainer.resume=auto, or give another
+    /runs/r: holds a run already; resume it with trainer.resume=auto, or give another
 trainer.run_dir=runs/r trainer.checkpoint.dir=BASE/ckpt
-    /ckpt/r holds checkpoints of a run of this name; go on by trainer.resume=auto, or give another trainer.run_dir
+    /ckpt/r holds checkpoints of a run of this name; resume with trainer.resume=auto, or give another trainer.run_dir
 trainer.init_from=nowhere
     trainer.init_from=nowhere: no such checkpoint, .safetensors, .pt, .pth or .bin file, or Hugging Face folder; give
 recipe=bert_tiny recipe.text=empty recipe.cache=cache

@@ -126,7 +126,7 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     ],
 )
 def test_runs_of_a_multirun_that_would_resume_each_other_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"^trainer.resume=\S+: 2 runs of -m would go on from one run; give each a"):
+    with pytest.raises(ConfigError, match=r"^trainer.resume=\S+: 2 runs of -m would resume one run; give each a"):
         main.refuse_shared(jobs(settings))
     main.refuse_shared(jobs([("auto", "runs/a"), ("auto", "runs/b"), ("ckpt/a", None), ("ckpt/b", None)]))
     main.refuse_shared(jobs([(None, None), (None, None)]))
@@ -275,7 +275,8 @@ def test_a_finished_run_whose_export_is_missing_has_its_numbers_still(default):
     assert re.fullmatch(r"time        step \S+  data \S+  upload 0  .*  spread 0", times)
     assert re.fullmatch(r"val         loss 0\.\d{1,6}", val)
     summary = file.read_bytes()
-    told = "nothing to do: runs/a has finished at step 4, and stays as it is; a trainer.max_steps above 4 would go on\n"
+    ended = "nothing to do: runs/a has finished at step 4, and stays as it is"
+    told = f"{ended}; a trainer.max_steps above 4 would resume it\n"
     done = run([*TOY, *SHORT, "trainer.accelerator=cpu", "trainer.resume=ckpt/a"], cwd)
     assert (done.code, done.out, done.err) == (0, told, "") and file.read_bytes() == summary
 

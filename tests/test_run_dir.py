@@ -38,9 +38,7 @@ def contents(folder: str) -> dict[str, bytes]:
 def test_a_folder_of_the_users_own_is_refused(name):
     Path(name).mkdir(parents=True)
     Path(name, "config.yaml").write_text("precious")
-    with pytest.raises(
-        ConfigError, match=rf"^trainer\.run_dir={name}: holds files that belong to no run; give another"
-    ):
+    with pytest.raises(ConfigError, match=rf"^trainer\.run_dir={name}: holds files that are not a run's; give another"):
         make(run_dir=name)
     assert contents(name) == {f"{name}/config.yaml": b"precious"}
 

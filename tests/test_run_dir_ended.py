@@ -67,7 +67,7 @@ def test_a_run_that_has_made_its_steps(resume, max_steps, step, capsys):
     again.fit()
     assert everything() == before and Exports.exported == exported
     text = "nothing to do: runs/r has finished at step 4, and stays as it is"
-    assert told(capsys) == f"{text}; a trainer.max_steps above {step} would go on"
+    assert told(capsys) == f"{text}; a trainer.max_steps above {step} would resume it"
     assert (again.step, again.samples, again.stop_reason) == (step, 12 * step, "max_steps")
     saved = load_file(f"ckpt/r/step-{step:08d}/model.safetensors")
     assert all(torch.equal(p, saved[name]) for name, p in again.module.state_dict().items())
@@ -88,7 +88,7 @@ def test_a_run_that_early_stop_has_ended(capsys):
     assert everything() == before and again.stop_reason == summary["stopped"]
     assert told(capsys) == (
         f"nothing to do: runs/r has finished at step 4 ({summary['stopped']}), and stays as it is; "
-        "another setting of callbacks.early_stop would go on"
+        "another setting of callbacks.early_stop would resume it"
     )
     more = observed(patience=2, max_steps=30, resume="auto")
     more.fit()
@@ -165,7 +165,7 @@ def test_a_refused_run_leaves_no_folder_of_its_own(run_dir, made):
 def test_a_folder_that_is_refused_leaves_none_for_checkpoints():
     Path("mine").mkdir()
     Path("mine/file").write_text("precious")
-    with pytest.raises(ConfigError, match="holds files that belong to no run"):
+    with pytest.raises(ConfigError, match="holds files that are not a run's"):
         make(run_dir="mine")
     assert everything() == {"mine": None, "mine/file": b"precious"}
 

@@ -185,5 +185,5 @@ def test_a_failed_run_without_a_checkpoint_says_so():
     trainer = Trainer(Toy(), [Fails()], batch=12, options=Options(max_steps=2), data=DataOptions(workers=0))
     with pytest.raises(RuntimeError, match="trouble"):
         trainer.fit()
-    with pytest.raises(ConfigError, match=r"^fit: ckpt/run-\S+ has no checkpoint to go on from; make another Trainer$"):
+    with pytest.raises(ConfigError, match=r"^fit: ckpt/\S+ has no checkpoint to resume from; make another Trainer$"):
         trainer.fit()

@@ -1,4 +1,4 @@
-"""The requests of all ranks to stop, save and validate after a step, and the weight of its items."""
+"""Agrees over the ranks, once per step, on requests to stop, save and validate, and on the step's total weight."""
 
 import time
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from trainer.state import TrainingState
 
 
 class StepAgreement:
-    """Sums a few integers over the ranks: one int64 all-reduce a step, alongside the first forward pass.
+    """Sums a few integers over the ranks: one int64 all-reduce per step, which overlaps with the first forward pass.
 
-    Whether a checkpoint or a validation is due is decided by rank 0's clock alone.
+    Rank 0's clock alone decides whether a checkpoint or a validation is due.
 
     Args:
-        data_world: Replicas: ranks that read different samples.
+        data_world: Number of replicas, which read different samples.
 
     Attributes:
         bad: Samples of the step that could not be read.
-        requests: Ranks that ask to stop, to save and to validate.
-        weight: Items of the step. The items of ranks that read the same samples count once.
-        sums: Waits for the sums of the step that has begun; None once they are known.
-        signals: The signals to stop that this rank has received. `Loop.fit` sets it.
+        requests: Numbers of ranks that request a stop, a checkpoint and a validation.
+        weight: Items in the step. Items that several ranks read count once.
+        sums: Waits for the sums of the current step; None once they are known.
+        signals: The stop signals that this rank has received. Set by `Loop.fit`.
     """
 
     signals: StopSignals
@@ -35,10 +35,10 @@ class StepAgreement:
         self.sums: Callable[[], tuple[int, ...]] | None = None
 
     def begin(self, data: Step) -> Callable[[], int]:
-        """Begin to sum what this rank asks for. Return what waits for the weight of all ranks' items. A collective.
+        """Start summing the ranks' requests; return a function that waits for the total weight. A collective.
 
         Args:
-            data: The samples of this rank.
+            data: This rank's samples.
         """
         now, state, plan = time.monotonic(), self.state, self.plan
         bad, stops, weight = len(data.bad), bool(self.signals.name), sum(data.weights)
@@ -50,7 +50,7 @@ class StepAgreement:
         return self.wait
 
     def wait(self) -> int:
-        """Wait for the sums, once per step; return the weight of all ranks' items."""
+        """Wait for the sums if they are pending; return the total weight over all ranks."""
         if self.sums is not None:
             self.bad, *self.requests, weight = self.sums()
             self.weight = weight * self.data_world // self.ranks.world

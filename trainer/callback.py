@@ -20,7 +20,7 @@ from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 
 OWN = re.compile(r"trainer\.(?:callbacks|monitors|loggers)\.(\w+)")
-WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # where a word of a class name begins
+WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # boundaries between the words of a class name
 
 Event = TypeVar("Event", bound=Callable[..., None])
 
@@ -48,7 +48,7 @@ class Role(IntEnum):
 
 
 class Symptom(Enum):
-    """A trouble that a monitor sees, and that a callback may help against."""
+    """A problem that a monitor detects and a callback may help with."""
 
     NETWORK = "ranks wait for communication"
     NODES = "ranks of several nodes wait for communication"
@@ -58,11 +58,11 @@ class Symptom(Enum):
     MEMORY = "memory runs out"
 
 
-UNLOGGED = "on_step_end, not logged"  # a further list of `Hooks`: those that follow steps without numbers
+UNLOGGED = "on_step_end, not logged"  # a further list in `Hooks`: the calls after steps that are not logged
 
 
 def only_logged(on_step_end: Event) -> Event:
-    """Mark a hook that acts at logged steps alone, so that no other step pays for the call."""
+    """Mark a hook that acts only at logged steps, so that no other step pays for the call."""
     on_step_end.only_logged = True  # pyright: ignore[reportFunctionMemberAccess]
     return on_step_end
 
@@ -70,105 +70,106 @@ def only_logged(on_step_end: Event) -> Event:
 class Callback:
     """Base class of callbacks. Every hook is optional.
 
-    A misspelt hook is an error when the class is defined. Misspelt are methods on_* and wrap_* that are no hooks, and
-    methods that take the trainer and have almost a hook's name. The constructor's arguments are checked against its
+    A misspelt hook is an error when the class is defined. Any other method named on_* or wrap_* counts as misspelt, and
+    so does one that takes the trainer and nearly has a hook's name. The constructor's arguments are checked against its
     annotations.
     """
 
     role: ClassVar[Role] = Role.OBSERVE
     also: ClassVar[tuple[Role, ...]] = ()  # further roles that it fills, so no other callback may
     shares_with: frozenset[Role] = frozenset()  # a callback of these may fill this one's role too, and then distributes
-    exact: bool = True  # training gives the same numbers as without the callback, to rounding
-    communicates: ClassVar[bool] = False  # it only communicates: with one rank it does nothing, and the log says so
+    exact: bool = True  # training gives the same numbers as without the callback, up to rounding
+    communicates: ClassVar[bool] = False  # only communicates: does nothing on one rank, and the log says so
     stages: int = 1  # ranks that read the same samples: a batch is split over world / stages
-    provides: frozenset[str] = frozenset()  # capabilities that other callbacks refuse or need: docs/step.md has all
-    family: ClassVar[tuple[str, ...]] = ()  # knobs whose values `tune` corrects the cost model for, each alone
+    provides: frozenset[str] = frozenset()  # capabilities that other callbacks refuse or need; listed in docs/step.md
+    family: ClassVar[tuple[str, ...]] = ()  # knobs for each of whose values `tune` corrects the cost model separately
     remedies: ClassVar[Mapping[Symptom, Sequence[Mapping[str, Any]]]] = {}  # symptom -> knobs that help, all tried
-    metric: str = ""  # a metric that validation must give, for example `val/loss`
-    # A role, a capability, or the name of a feature of the trainer (`Plan.features`) -> reason and way out.
+    metric: str = ""  # a metric that validation must return, for example `val/loss`
+    # A role, a capability, or a feature of the trainer (`Plan.features`) -> reason and fix.
     conflicts: Mapping[Any, str] = {}
-    requires: Mapping[str, str] = {}  # a capability -> reason and way out
+    requires: Mapping[str, str] = {}  # a capability -> reason and fix
 
-    # Set-up, in this order; `split` alone is called for each step. Each takes an object and returns one of its kind.
+    # Set-up hooks, called in this order, except `split`, which is called per step. Each takes and returns one object.
     def build_model(self, trainer: Context, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return the result of `build`: the recipe's model, on the CPU. A model on the meta device stays there."""
+        """Build the recipe's model with `build`, on the CPU. A model on the meta device stays there."""
         return build()
 
     def wrap_model(self, trainer: Context, model: nn.Module) -> nn.Module:
-        """Return the module, which is on its device and not distributed yet. Keep the parameters' names."""
+        """Return the module, which is on its device but not distributed yet. Keep the parameters' names."""
         return model
 
     def wrap_reduce(self, trainer: Context, reduce: Reduce) -> Reduce:
-        """Return the communication of one bucket, which is blocking code. Called only with two ranks or more."""
+        """Return the reduction of one bucket, as blocking code. Called only with two or more ranks."""
         return reduce
 
     def distribute(self, trainer: Context, model: nn.Module) -> Strategy:
-        """Return a layout of the model over the ranks instead of DDP. One callback of role SHARD may have this hook.
+        """Return a layout of the model over the ranks, in place of DDP. Only a callback of role SHARD may have this.
 
-        Beside a callback of a role in `shares_with`, this one's hook is not called.
+        With a callback of a role in `shares_with`, this one's hook is not called.
         """
         raise NotImplementedError
 
     def wrap_optimizer(self, trainer: Context, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer of the strategy's parameters."""
+        """Return the optimizer for the strategy's parameters."""
         return optimizer
 
     def wrap_forward_backward(self, trainer: Context, run: ForwardBackward) -> ForwardBackward:
-        """Return the forward and backward passes of a step. The passes of the rehearsal go through them, too."""
+        """Return the forward and backward passes of a step. The rehearsal uses them too."""
         return run
 
     def wrap_batches(self, trainer: Context, steps: Iterator[Step]) -> Iterator[Step]:
-        """Return the steps' data, one item a step. Called in `fit`."""
+        """Return the steps' data, one item per step. Called in `fit`."""
         return steps
 
     def split(self, trainer: Context, position: int) -> Split:
-        """Return the split of the step at this position of the stream of samples. One callback of role BATCH may.
+        """Return the split of the step at this position in the samples. Only a callback of role BATCH may have this.
 
-        The split is a pure function, the same on all ranks: loading asks ahead of the step, and a resume asks again.
+        It must be a pure function, the same on all ranks: the loader calls it ahead of the step, and a resume calls it
+        again.
         """
         raise NotImplementedError
 
     def rehearse(self, trainer: Context, run_pass: Callable[[Any], None], batch: Any) -> None:
-        """Measure discarded passes: `run_pass` runs `forward_backward` on a batch, for example this rank's first.
+        """Measure passes that are discarded: `run_pass` runs `forward_backward` on a batch, such as this rank's first.
 
         Called in `fit`, on every rank.
         """
 
     # Events.
     def on_fit_start(self, trainer: Context) -> None:
-        """Prepare for the first step: state is restored."""
+        """Prepare for the first step. All state is restored by now."""
 
     def on_before_optimizer_step(self, trainer: Context) -> None:
-        """Read or change the gradients: they are reduced and unscaled, not yet clipped."""
+        """Read or change the gradients, which are reduced and unscaled but not yet clipped."""
 
     def on_step_undone(self, trainer: Context) -> None:
-        """Drop state of this step: a guard has dropped the step's gradients."""
+        """Drop this step's state, because a guard has dropped its gradients."""
 
     def on_step_end(self, trainer: Context) -> None:
-        """Follow a step: `trainer.step` counts it, and `trainer.metrics` has numbers if it is logged.
+        """React to a step: `trainer.step` counts it, and `trainer.metrics` has its metrics if it is logged.
 
-        Loggers take numbers that a callback adds at logged steps alone.
+        Metrics that a callback adds reach the loggers only at logged steps.
         Mark the hook `@only_logged` if it does nothing at other steps.
         """
 
     def on_flush(self, trainer: Context) -> None:
-        """Finish deferred work: the weights are about to be read."""
+        """Finish deferred work, because the weights are about to be read."""
 
     def on_validation_end(self, trainer: Context, metrics: dict[str, float]) -> None:
-        """Take the metrics of a validation, the same on all ranks."""
+        """React to a validation. The metrics are the same on all ranks."""
 
     def on_media(self, trainer: Context, media: Mapping[str, Any]) -> None:
-        """Take texts, images and values for histograms (`trainer.metrics.media.prepared`), on rank 0 alone.
+        """Log texts, images and values for histograms (`trainer.metrics.media.prepared`). Called on rank 0 only.
 
-        The recipe's `media` gives them at each validation. A callback may give its own:
+        The recipe's `media` supplies them at each validation. A callback may emit its own:
         `trainer.emit("on_media", {"generated": text})`.
         """
 
     def on_event(self, trainer: Context, event: str, facts: dict[str, Any]) -> None:
-        """Take what happened beside the steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
+        """Handle an event between steps: `checkpoint` (rank 0 alone), `skip`. `facts` are JSON values."""
 
     def on_error(self, trainer: Context, error: BaseException) -> None:
-        """Add to the error that ends the run, such as a note, before it is reported."""
+        """Amend the error that ends the run, for example with a note, before it is reported."""
 
     def on_fit_end(self, trainer: Context) -> None:
         """Release resources. Always called, also after an exception."""
@@ -178,40 +179,40 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back the state of `state_dict`. Called before `on_fit_start`."""
+        """Restore the state of `state_dict`. Called before `on_fit_start`."""
 
     def decisions(self) -> dict[str, Any]:
-        """Return the JSON values that a resume needs before it loads data. The manifest has them, by callback."""
+        """Return the JSON values that a resume needs before it loads data. They are stored in the manifest."""
         return {}
 
     def has_ended(self, decisions: Any) -> bool:
-        """Return whether the run that has made these decisions would end at once. They may be anybody's, or None."""
+        """Return whether a resumed run with these decisions would end at once. They are untrusted and may be None."""
         return False
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Return the state that differs between ranks. Empty on all ranks or on none."""
+        """Return the state that differs between ranks. It is empty on all ranks or on none."""
         return {}
 
     def load_rank_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back this rank's state, or with another number of ranks the merged state."""
+        """Restore this rank's state, or the merged state if the number of ranks differs."""
 
     def merge_rank_states(self, states: Iterator[dict[str, Any]]) -> dict[str, Any]:
-        """Merge the states of all ranks into one that every rank takes, if the number of ranks differs.
+        """Merge the states of all ranks into one for every rank. Called if the number of ranks differs.
 
-        Each state is read when it is asked for: drop it before the next, for all of them may not fit in memory.
+        Each state is read when the iterator reaches it. Drop it before the next, because all may not fit in memory.
         """
         raise NotImplementedError
 
     def cost(self) -> Cost | None:
-        """Return what this callback changes in the cost of a step, for `tune` and `scale`; None: it is not modelled.
+        """Return how this callback changes the cost of a step, for `tune` and `scale`; None if it is not modelled.
 
-        The fixed seconds of a step, which are measured, have those of callbacks that measure or show numbers.
+        Callbacks that measure or show metrics are part of the measured fixed seconds of a step.
         """
         return Cost() if self.role >= Role.MEASURE else None
 
     @classmethod
     def variants(cls, at: Situation) -> Iterable[Variant]:
-        """Return what `tune` tries of this callback: one at a time, with callbacks of other roles."""
+        """Return the variants that `tune` tries, one at a time, with callbacks of other roles."""
         return ()
 
     def __repr__(self) -> str:
@@ -227,7 +228,7 @@ class Callback:
 
 
 def name_of_class(kind: type) -> str:
-    """Return the name of Echelon's own callback in the config; another class's name in snake_case."""
+    """Return the config name of one of Echelon's callbacks; for any other class, its name in snake_case."""
     own = OWN.match(kind.__module__)
     return own[1] if own else WORD.sub("_", kind.__name__).lower()
 
@@ -240,7 +241,7 @@ def takes_trainer(name: str, value: object) -> bool:
 
 
 def is_like_hook(name: str, value: object) -> bool:
-    """Return whether a name that is no hook's begins as one, or is almost one of a method that takes the trainer."""
+    """Return whether an unknown name starts like a hook's, or nearly equals one and its method takes the trainer."""
     similar = takes_trainer(name, value) and difflib.get_close_matches(name.lower(), HOOKS, cutoff=0.7)
     return bool(similar) or name.startswith(("on_", "wrap_"))
 
@@ -249,7 +250,7 @@ HOOKS = tuple(name for name, value in vars(Callback).items() if takes_trainer(na
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Return whether the callback's class defines this hook."""
+    """Return whether the callback's class overrides this hook."""
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 

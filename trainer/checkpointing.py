@@ -45,7 +45,7 @@ SECTIONS |= {"quarantine": dict}
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint holds, as JSON values or tensors. An empty state is not restored."""
+    """An object with a state of JSON values or tensors for checkpoints. An empty state is not restored."""
 
     def state_dict(self) -> Any: ...
 
@@ -53,12 +53,12 @@ class Stateful(Protocol):
 
 
 def folder_of(trainer: Context) -> Path:
-    """Return the folder of this run's checkpoints."""
+    """Return the folder that holds this run's checkpoints."""
     return Path(trainer.options.checkpoint.dir) / trainer.run_dir.name
 
 
 def claim(trainer: Context) -> Claim | None:
-    """Claim the right to write the run, on rank 0. A run that has ended is not written.
+    """Claim the right to write the run on rank 0; None on other ranks and for a completed run.
 
     Raises:
         ConfigError: Another process writes the run.
@@ -70,7 +70,7 @@ def make_saver(trainer: Context, claim: Claim | None) -> Saver:
     """Make the writer of the run's checkpoints. A collective."""
     own = ("rank_state_dict", "distribute")  # a state or a strategy that differs between ranks
     shared = any(overrides(callback, hook) for callback in trainer.callbacks.values() for hook in own)
-    shared &= not trainer.ended  # else nothing is written
+    shared &= not trainer.ended  # a completed run writes nothing
     options = trainer.options.checkpoint
     saver = Saver(folder_of(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
     if options.keep_best and not (trainer.rank or trainer.ended):
@@ -82,13 +82,13 @@ def make_saver(trainer: Context, claim: Claim | None) -> Saver:
 
 
 class Checkpointer:
-    """Collects what a checkpoint of a run holds, has it written, and restores it.
+    """Collects the state of a run for a checkpoint, has it written, and restores it.
 
-    The model, the optimizer and the callbacks have sections of their own, since ranks may have parts of them.
+    The model, the optimizer and the callbacks have sections of their own, because a rank may hold only a part of them.
 
     Attributes:
-        parts: Name in the checkpoint -> what else is saved. Set-up adds the run's.
-        rules: Settings for some of the parameters, which a resume compares. Set-up sets it.
+        parts: Name in the checkpoint -> any other stateful object. Filled at set-up.
+        rules: Per-parameter settings that a resume compares. Set at set-up.
     """
 
     rules: ParameterRules
@@ -96,7 +96,7 @@ class Checkpointer:
     def __init__(self, trainer: Context, plan: Plan) -> None:
         self.trainer, self.plan, self.state, self.saver = trainer, plan, trainer.state, trainer.saver
         self.folder = folder_of(trainer)
-        # It counts the failures that are noted in the run's folder.
+        # It counts the failures recorded in the run's folder.
         self.interval = Interval(bool(trainer.options.checkpoint.every), trainer.world, trainer.run_dir / "logs")
         self.parts: dict[str, Stateful] = {"interval": self.interval}
         if trainer.options.checkpoint.keep_best:
@@ -105,13 +105,13 @@ class Checkpointer:
     @during(Phase.CHECKPOINT)
     @doing("writing")
     def save(self, last: bool = False) -> None:
-        """Begin a checkpoint of this step; wait for the last one. A collective.
+        """Start a checkpoint of this step; with `last`, wait until it is written. A collective.
 
-        Weights that are not finite end the run, and are not written: the newest checkpoint can be resumed. While the
-        loss is not finite, nothing is written, so that retention keeps the last checkpoint whose loss was.
+        Non-finite weights end the run and are not written, so that the newest checkpoint can be resumed. While the loss
+        is not finite, nothing is written either, so that retention keeps the last checkpoint with a finite loss.
 
         Raises:
-            ConfigError: The last checkpoint can't be written. After a signal, only if there is no older checkpoint.
+            ConfigError: The last checkpoint can't be written. After a signal, only if no older one exists.
         """
         trainer, saver, state = self.trainer, self.saver, self.state
         trainer.emit("on_flush")
@@ -121,14 +121,14 @@ class Checkpointer:
         state.count_seconds()
         validated, stopped = state.validated_step == state.step, trainer.stop_reason == "signal"
         if not (finite := self.is_finite()):
-            log.error("step %d: weights are not finite, so no checkpoint of them is written", state.step)
+            log.error("step %d: weights are not finite, so no checkpoint is written", state.step)
             trainer.stop(NOT_FINITE)
         elif trainer.train_loss.spoils:
             since = trainer.train_loss.since
-            log.warning("step %d: the loss is not finite since step %d, so no checkpoint is written", state.step, since)
+            log.warning("step %d: no checkpoint, because the loss is not finite since step %d", state.step, since)
         unusable = not finite or trainer.train_loss.spoils
         began_at = saver.began_at
-        write_s = max(0.0, saver.written_at - began_at)  # of the checkpoint before
+        write_s = max(0.0, saver.written_at - began_at)  # of the previous checkpoint
         try:
             saver.save(
                 state.step, self.collect, last, must=validated, stopped=stopped, saved=self.is_saved() or unusable
@@ -141,33 +141,33 @@ class Checkpointer:
             self._follow_interval()
 
     def is_finite(self) -> bool:
-        """Return whether the trained weights of all ranks are finite. Waits for the device; a collective."""
+        """Return whether the trained weights are finite on all ranks. Waits for the device; a collective."""
         weights = (getattr(p, "to_local", lambda p=p: p)().detach() for p in self.trainer.strategy.parameters)
         own = [weight for weight in weights if weight.numel()]
         return all(self.trainer.ranks.each(bool(get_total_norm(own, math.inf).isfinite())))
 
     def is_saved(self) -> bool:
-        """Return whether this step and its validation are in a checkpoint of this run."""
+        """Return whether a checkpoint of this run contains this step and its validation."""
         resumed, state = self.plan.resumed, self.state
         if resumed is None or (state.step, state.validated_step) != state.loaded:
             return False
         return os.path.realpath(resumed.parent) == os.path.realpath(self.folder)
 
     def _follow_interval(self) -> None:
-        """Let the plan's clock follow the interval of `trainer.checkpoint.every=auto`. Rank 0's clock decides."""
+        """Apply the interval of `trainer.checkpoint.every=auto` to the plan. Rank 0's clock decides."""
         if self.interval.auto and self.interval.stall_s:
             self.plan.save_s = self.interval.seconds
 
     @during(Phase.CHECKPOINT)
     def reserve(self) -> None:
-        """Allocate memory for this rank's tensors of a checkpoint. No collective."""
+        """Allocate the host memory for this rank's tensors in a checkpoint. No collective."""
         trainer = self.trainer
         self.interval.restart_s = time.monotonic() - self.interval.made_at
         parts = trainer.strategy.save(trainer.optimizer)
         self.saver.reserve({} if trainer.rank else self._tensors(parts), parts)
 
     def collect(self) -> State:
-        """Return this rank's part of a checkpoint. Its tensors are the live ones."""
+        """Return this rank's part of a checkpoint. Its tensors are not copies."""
         trainer = self.trainer
         own = {
             name: state
@@ -191,7 +191,7 @@ class Checkpointer:
         return {name: saved(name, callback, "state_dict") for name, callback in self.trainer.callbacks.items()}
 
     def _tensors(self, parts: Collection[str]) -> dict[str, Any]:
-        """Return the large part of what is equal on all ranks, but for the sections `parts`."""
+        """Return the large state that is equal on all ranks, except the sections `parts`."""
         trainer = self.trainer
         return {
             "model": {} if "model" in parts else trainer.global_model.state_dict(),
@@ -199,7 +199,7 @@ class Checkpointer:
         }
 
     def manifest(self, rank_states: list[str]) -> dict[str, Any]:
-        """Describe the run for a resume. `rank_states` names the callbacks of which each rank has its own state."""
+        """Describe the run for a resume. `rank_states` names the callbacks that have a state per rank."""
         trainer, plan, state = self.trainer, self.plan, self.state
         measured = state.validation if state.validated_step == state.step else {}
         return {
@@ -236,14 +236,14 @@ class Checkpointer:
         }
 
     def model_identity(self) -> dict[str, str]:
-        """Return a hash of the weights' names, shapes and types, and the name of the optimizer."""
+        """Return a hash of the weights' names, shapes and dtypes, and the name of the optimizer."""
         module, optimizer = self.trainer.module, self.trainer.optimizer
         shapes = "".join(f"{name} {tuple(p.shape)} {p.dtype};" for name, p in module.state_dict().items())
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         return {"model": hashlib.sha256(shapes.encode()).hexdigest(), "optimizer": kind}
 
     def refuse_other_model(self, path: Path) -> None:
-        """Refuse a checkpoint of another model or optimizer than the run's.
+        """Refuse a checkpoint whose model or optimizer is not the run's.
 
         Raises:
             ConfigError: The model or the optimizer differs.
@@ -257,10 +257,10 @@ class Checkpointer:
         refuse_differences(saved, {"optimizer": own["optimizer"]}, self.trainer.options.accept)
 
     def load(self, path: Path) -> None:
-        """Restore a checkpoint's state. It was verified when it was chosen, and is of this model.
+        """Restore a checkpoint, which was verified when it was chosen and compared with this model.
 
         Raises:
-            Damaged: Its parts are not those of one run.
+            Damaged: Its parts do not belong together.
         """
         trainer, saved = self.trainer, self.plan.manifest
         other_world = saved["world"] != trainer.world
@@ -298,10 +298,10 @@ class Checkpointer:
                 if name in states:
                     callback.load_state_dict(states[name])
                 elif overrides(callback, "state_dict"):
-                    log.info("resume: callback %s is new, so it starts without a state", name)
+                    log.info("resume: callback %s is new, so it starts without saved state", name)
                 self._load_rank_state(path, name, of_rank.get(name))
         for name in sorted({*self.plan.manifest.get("rank_states", ()), *states} - callbacks.keys()):
-            log.warning("resume: the run has no callback %s now, so its state in the checkpoint is dropped", name)
+            log.warning("resume: callback %s is gone from the run, so its saved state is dropped", name)
 
     def _load_rank_state(self, path: Path, name: str, state: dict[str, Any] | None) -> None:
         callback, saved, world = self.trainer.callbacks[name], self.plan.manifest, self.trainer.world
@@ -311,10 +311,10 @@ class Checkpointer:
         if state:
             callback.load_rank_state_dict(state)
             if world == 1 and callback.communicates:
-                log.warning("resume: %s does nothing on one rank; its states of the ranks are not used", name)
+                log.warning("resume: %s does nothing on one rank, so its per-rank states are ignored", name)
 
     def load_ended(self) -> None:
-        """Restore a run that has nothing left to do: its weights, or their average, may be asked for."""
+        """Restore a completed run, because the caller may want its weights or their average."""
         trainer = self.trainer
         assert self.plan.resumed
         self.load(self.plan.resumed)
@@ -346,27 +346,27 @@ class Checkpointer:
             fence.refuse_superseded(self.folder, self.saver.attempt)
 
     def leave_newer(self) -> None:
-        """Set aside the checkpoints after the resumed step. Called when nothing can refuse the run any more."""
+        """Set aside the checkpoints after the resumed step. Called once all checks have passed."""
         if self.trainer.rank:
             return
         self.refuse_superseded()
         step, best = self.state.step, self.trainer.options.checkpoint.keep_best
         if self.plan.resumed and (hidden := retention.set_aside(self.folder, step, best)):
-            log.warning("resume: goes on from step %d; later checkpoints are set aside: %s", step, ", ".join(hidden))
+            log.warning("resume: continues from step %d; later checkpoints are set aside: %s", step, ", ".join(hidden))
 
 
 def _rank_states(path: Path, saved: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """Yield the state that each rank's callback of this name has saved, one rank in memory at a time."""
+    """Yield the state that this callback saved on each rank, with one rank's state in memory at a time."""
     ranks = {rank_section(rank) for rank in range(saved["world"])}
     for _, section in load_sections(path, saved["files"], ranks.__contains__):
         if name in section:
             yield section.pop(name)
-        del section  # before the next is read
+        del section  # free it before the next one is read
 
 
 def _refuse_odd(state: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
-    """Raise Damaged if the state has other parts than a run writes. A complete checkpoint may be an attacker's."""
-    way_out = "no run writes such a checkpoint; go on from another one"
+    """Raise Damaged if the state is not one that a run writes: even a complete checkpoint may be an attacker's."""
+    way_out = "no run writes such a checkpoint; resume from another one"
     wrong = [name for name, kind in SECTIONS.items() if not fits(state.get(name), kind)]
     if not wrong:
         best, quarantine = state["best"], state["quarantine"]
@@ -377,7 +377,7 @@ def _refuse_odd(state: dict[str, Any], saved: dict[str, Any], path: Path) -> Non
         wrong = [name for name in parts if not fits(parts[name], kinds[name])]
     if wrong:
         raise Damaged(f"trainer.resume={path}: its state has no valid {' or '.join(wrong)}; {way_out}")
-    for key in ("step", "samples"):  # the data goes on from the manifest's, the counters from the state's
+    for key in ("step", "samples"):  # data resumes from the manifest's, counters from the state's
         if state[key] != saved[key]:
             reason = f"state.json is at {key} {state[key]}, its manifest at {saved[key]}"
             raise Damaged(f"trainer.resume={path}: {reason}; {way_out}")
@@ -394,4 +394,4 @@ def _of_its_kind(path: Path, what: str) -> Iterator[None]:
             raise
         why = printable(f"{type(error).__name__}: {error}")[:300]
         reason = f"its state of {what} can't be restored ({why})"
-        raise Damaged(f"trainer.resume={path}: {reason}; go on from another checkpoint") from error
+        raise Damaged(f"trainer.resume={path}: {reason}; resume from another checkpoint") from error

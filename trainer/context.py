@@ -35,51 +35,51 @@ class PlanProtocol(Protocol):
     """The part of the plan that a callback may read."""
 
     max_steps: int | None
-    accumulate: int  # micro-batches of each rank, without a callback that splits
+    accumulate: int  # micro-batches per rank, unless a callback splits the batch
     batch: int  # samples per optimizer step, over all ranks
     epoch_samples: int | None  # None: the data has no epochs
     source: Any  # samples by reference, or an iterable of batches
-    order: Any  # of the samples; None: the recipe yields batches
-    ahead: int  # steps of this batch that a checkpoint's samples make, less its own steps
+    order: Any  # the order of the samples; None: the recipe yields batches
+    ahead: int  # the resumed checkpoint's samples in steps of this batch size, minus its own steps
     data: Any  # `DataOptions`
     validate_every: Any  # a `Duration`; None: only at the end
     resumed: Path | None  # the checkpoint that the run resumes
-    manifest: dict[str, Any]  # of that checkpoint; empty for a new run
-    micro: int  # samples of the largest micro-batch, without a callback that splits
+    manifest: dict[str, Any]  # that checkpoint's; empty for a new run
+    micro: int  # samples of the largest micro-batch, unless a callback splits the batch
 
     def step_after(self, key: str, given: Any) -> int:
-        """Return the step that ends a duration from the run's beginning, such as '2 epochs'."""
+        """Return the step at which a duration from the run's start ends, such as '2 epochs'."""
         ...
 
     def step_at(self, samples: Fraction) -> int:
-        """Return the first step after which the run has trained on so many samples."""
+        """Return the first step after which the run has trained on this many samples."""
         ...
 
     def periods(self, key: str, given: Any, start: int | Fraction = 0) -> Periods:
-        """Return the periods of a duration, which count steps, or else the samples trained on."""
+        """Return the periods of a duration, counted in steps or in samples trained on."""
         ...
 
     def samples_at(self, step: int) -> int:
-        """Return the samples that the run has trained on after a step."""
+        """Return the number of samples trained on after a step."""
         ...
 
     def features(self) -> set[str]:
-        """Return the features of the trainer that are on, as `Callback.conflicts` names them."""
+        """Return the enabled features of the trainer, by their names in `Callback.conflicts`."""
         ...
 
 
 @dataclass
 class Command:
-    """The part of a run that only the command line gives.
+    """The part of a run that only a command line supplies.
 
     Attributes:
-        argv: The arguments, for the command that resumes; None: the run was made in Python.
-        spec: A `RunSpec`, the decisions of a launcher; None: rank 0 decides.
-        settings: The config, flat and without secrets, which all ranks must share.
-        machine: Properties of this machine that change bits, for the manifest.
-        on_accepted: Called on rank 0 with the run's folder, once nothing can refuse the run.
+        argv: The arguments, from which the command that resumes is made; None for a run made in Python.
+        spec: A `RunSpec` with the launcher's decisions; None: rank 0 decides.
+        settings: The flattened config without secrets, which must be equal on all ranks.
+        machine: Properties of this machine that affect bits, for the manifest.
+        on_accepted: Called on rank 0 with the run's folder, once all checks have passed.
         on_error: Called with the error of a failed run, before the clean-up.
-        end_failed: Called then, if the device has failed, to end the process.
+        end_failed: Called after `on_error` if the device has failed, to end the process.
     """
 
     argv: Sequence[str] | None = None
@@ -93,7 +93,7 @@ class Command:
 
 @dataclass(frozen=True)
 class RunArguments:
-    """The arguments of a run, as `Trainer` takes them, with their defaults."""
+    """The arguments of `Trainer`, with defaults filled in."""
 
     recipe: Any
     callbacks: Mapping[str, Any]
@@ -110,15 +110,15 @@ class RunArguments:
 
 
 def of(path: str) -> Any:
-    """Return an attribute that is one of a part of the object. Reading it makes no Python call."""
+    """Return a property that reads a nested attribute without a Python call."""
     return property(attrgetter(path))
 
 
 class Context:
-    """A run as its callbacks see it, which they get as `trainer`.
+    """The `trainer` argument of every hook: a run as its callbacks see it.
 
-    A callback may read every attribute, and set those that say so. An attribute exists from the moment in set-up in
-    which its object is built: docs/step.md has the order.
+    A callback may read every attribute, and may set those whose comment says so. An attribute exists once set-up has
+    built its object; docs/step.md gives the order.
     """
 
     # The run.
@@ -136,51 +136,51 @@ class Context:
     run_dir: Path
     batch: int  # samples per optimizer step, over all ranks
     saver: Saver  # writes the checkpoints
-    loader: Loader  # of the data
+    loader: Loader  # loads the data
     ddp: dict[str, Any]  # arguments of DistributedDataParallel; may be changed in `wrap_model`
-    heartbeat: Heartbeat  # this rank's signs of life: a callback announces long work
-    undo: ExitStack  # puts settings of the process back when `fit` ends, or if the run is refused; add yours
+    heartbeat: Heartbeat  # this rank's liveness signal; a callback announces long work with it
+    undo: ExitStack  # restores process-wide settings when `fit` ends or the run is refused; add yours
     callbacks: Mapping[str, Any]  # name -> `Callback`, in their order
     hooks: Any  # `Hooks`: name -> methods of the callbacks, in their order; a list may be replaced
-    ended: str  # why the run that is resumed has nothing left to do; empty if it trains
-    rehearsing = False  # the rehearsal runs, whose passes are discarded
+    ended: str  # the stop reason if the resumed run is already complete, else ""
+    rehearsing = False  # the rehearsal is running; its passes are discarded
     fitted = False  # `fit` was called
-    accepted = False  # nothing can refuse the run any more
+    accepted = False  # all checks passed
     closed = False  # `fit` has returned
     # The model and its optimizer, once they are built.
-    module: nn.Module  # the recipe's, wrapped by callbacks, without a strategy around it
-    eval_model: nn.Module  # the model that is validated and exported; may be set
-    global_model: nn.Module  # the model that is saved; may be set
+    module: nn.Module  # the recipe's model, wrapped by callbacks but not by the strategy
+    eval_model: nn.Module  # the model to validate and export; may be set
+    global_model: nn.Module  # the model to save; may be set
     strategy: Strategy
     loss: Any  # `CheckedLoss`: the recipe's loss, in the run's precision
     parameters: list[nn.Parameter]
     optimizer: Any
-    new_optimizer: Callable[[nn.Module], Optimizer]  # makes the run's optimizer for the parameters of a module
+    new_optimizer: Callable[[nn.Module], Optimizer]  # makes the run's kind of optimizer for a module's parameters
     scaler: GradScaler
-    reduce: Reduce | None = None  # the chain, if a callback has wrapped the reduction
-    buckets: list[list[int]]  # of gradients when the first step began, as indices of `parameters`
+    reduce: Reduce | None = None  # the Reduce chain, if a callback wraps the reduction
+    buckets: list[list[int]]  # gradient buckets at the start of the first step, as indices of `parameters`
     # The step.
     data: Step
-    losses: list[Tensor]  # of this rank's micro-batches; the last one's graph has run backward
-    grad_norm: Tensor  # before clipping, of the last step that was logged or clipped
-    stop_reason = ""  # a hook that hears a signal, on all ranks, may set "signal"
-    signals: StopSignals  # its `name` is that of a signal to stop that this rank has received
-    metrics: dict[str, float]  # of this step, if it is logged, else empty; may be added to
-    last_metrics: dict[str, float]  # of the last logged step
-    train_loss: Any  # `TrainLoss`: `measure` gives this step's loss over all ranks, and is a collective
-    gathered: list[Gathered]  # what the ranks exchange at logged steps; may be added to
+    losses: list[Tensor]  # one per micro-batch of this rank; the last one's graph has run backward
+    grad_norm: Tensor  # norm before clipping, at the last step that was logged or clipped
+    stop_reason = ""  # a hook that reacts to a signal on all ranks may set "signal"
+    signals: StopSignals  # `name` is the stop signal that this rank has received
+    metrics: dict[str, float]  # this step's metrics if it is logged, else empty; may be extended
+    last_metrics: dict[str, float]  # metrics of the last logged step
+    train_loss: Any  # `TrainLoss`: `measure`, a collective, returns this step's loss over all ranks
+    gathered: list[Gathered]  # what the ranks exchange at logged steps; may be extended
     agreement: Any  # `StepAgreement`
-    summary: dict[str, Any]  # of the finished run, on rank 0
-    evaluate: Callable[..., dict[str, float]]  # as `Trainer.evaluate`
-    predict: Callable[..., Any]  # as `Trainer.predict`
-    validate: Callable[[], bool]  # validates now, and tells whether `keep_best` wants a checkpoint; a collective
+    summary: dict[str, Any]  # summary of the finished run, on rank 0
+    evaluate: Callable[..., dict[str, float]]  # `Trainer.evaluate`
+    predict: Callable[..., Any]  # `Trainer.predict`
+    validate: Callable[[], bool]  # validates now; returns whether `keep_best` wants a checkpoint; a collective
     step: int = of("state.step")
     samples: int = of("state.samples")
     seconds: float = of("state.seconds")
     validation: dict[str, float] = of("state.validation")
     validated_step: int = of("state.validated_step")
     best: dict[str, Any] = of("state.best")
-    weight: int = of("agreement.weight")  # items of the step, over all ranks
+    weight: int = of("agreement.weight")  # items in the step, over all ranks
 
     def __init__(self, given: RunArguments, plan: PlanProtocol, ranks: Ranks) -> None:
         self.recipe, self.name, self.batch, self.options = given.recipe, given.name, given.batch, given.options
@@ -192,7 +192,7 @@ class Context:
 
     @property
     def lag(self) -> int:
-        """Steps by which the weights are behind `step`; may be set."""
+        """Steps by which the weights lag behind `step`; may be set."""
         return self.state.lag
 
     @lag.setter
@@ -201,19 +201,19 @@ class Context:
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint of this run, or the one that it resumes."""
+        """The newest checkpoint of this run, else the one that it resumed."""
         return self.saver.newest or self.plan.resumed
 
     def emit(self, hook: str, *args: Any) -> None:
-        """Call this event of all callbacks."""
+        """Call this event hook of all callbacks."""
         self.hooks.emit(hook, self, *args)
 
     def stop(self, reason: str) -> None:
-        """End the run after this step. Call it on all ranks or on none: it is not a collective."""
+        """End the run after this step. It communicates nothing, so call it on all ranks or on none."""
         self.stop_reason = self.stop_reason or reason
 
 
-# Attributes that stay as set-up made them.
+# Attributes that may not change after set-up.
 FIXED = ("recipe", "options", "plan", "ranks", "batch", "run_dir", "hooks", "callbacks", "module", "strategy", "loss")
 FIXED += ("parameters", "optimizer", "scaler", "loader", "saver", "state", "agreement")
 KNOWN = {name for name in (*Context.__annotations__, *vars(Context)) if not name.startswith("_")}

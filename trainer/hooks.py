@@ -11,13 +11,13 @@ from trainer.log import log
 
 
 class Hooks(dict[str, list[Callable[..., Any]]]):
-    """Name of a hook -> the methods that define it, in the callbacks' order. A list may be replaced.
+    """Hook name -> the callbacks' methods of that name, in the callbacks' order. A list may be replaced.
 
-    On one rank, callbacks that only communicate are not active.
+    Callbacks that only communicate are inactive on one rank.
 
     Attributes:
         callbacks: All callbacks of the run.
-        defers: An active callback defers the optimizer's step.
+        defers: Whether an active callback defers the optimizer's step.
     """
 
     def __init__(self, callbacks: Mapping[str, Callback], world: int) -> None:
@@ -31,23 +31,23 @@ class Hooks(dict[str, list[Callable[..., Any]]]):
         self.defers = any("defers" in callback.provides for callback in active)
 
     def make(self, hook: str, call: Callable[..., Any], trainer: Context, *args: Any) -> Any:
-        """Return what a hook makes or wraps.
+        """Call a hook that makes or wraps an object, and check its result.
 
         Raises:
-            ConfigError: It returned nothing, or an object of another kind.
+            ConfigError: It returned None or an object of the wrong kind.
         """
         made = call(trainer, *args)
         refuse_other_value(owner(call, self.callbacks), hook, made)
         return made
 
     def wrap(self, hook: str, trainer: Context, thing: Any) -> Any:
-        """Return the thing, wrapped by this hook of each callback; the first callback's wrap is the innermost."""
+        """Wrap the thing with this hook of each callback; the first callback's wrap is the innermost."""
         for call in self[hook]:
             thing = self.make(hook, call, trainer, thing)
         return thing
 
     def emit(self, hook: str, trainer: Context, *args: Any) -> None:
-        """Call this event of all active callbacks."""
+        """Call this event hook of all active callbacks."""
         if calls := self[hook]:
             self._call(calls, trainer, *args)
 

@@ -1,4 +1,4 @@
-"""The training loop: all that every run needs. A callback has all that only some runs need."""
+"""The training loop: everything that every run needs. Callbacks have the rest."""
 
 import math
 import time
@@ -40,14 +40,14 @@ MADE = attrgetter(*FIXED)
 
 
 class Loop:
-    """Takes the steps of a run, validates, and asks for checkpoints.
+    """Runs the steps, validates, and requests checkpoints.
 
     Args:
-        context: What callbacks get.
-        parts: What they do not get.
+        context: The part of the run that callbacks see.
+        parts: The part that they do not see.
     """
 
-    attributes = 0  # of the context, when callbacks were last checked
+    attributes = 0  # the number of the context's attributes when callbacks were last checked
 
     def __init__(self, context: Context, parts: Components) -> None:
         self.context, self.parts, self.plan, self.checkpointer = context, parts, parts.plan, parts.checkpointer
@@ -60,16 +60,16 @@ class Loop:
         self.followed, self.trains = parts.followed, parts.trained
         self.generators = generators_of(context.device)
         self.seed_base = mix(self.options.seed, STEP, self.strategy.data_rank)
-        self.made, self.known = MADE(context), KNOWN | vars(context).keys()  # hooks of set-up may have set some
+        self.made, self.known = MADE(context), KNOWN | vars(context).keys()  # set-up hooks may have set some
         self.logged = True  # this step's numbers are measured
         self.compose()
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end, or until stopped; return the content of summary.json, on every rank."""
+        """Train to the end, or until stopped; return the content of summary.json on every rank."""
         refuse_endless(self.plan.max_steps, self.context.callbacks)
         context, ranks = self.context, self.context.ranks
         context.fitted = True
-        with StopSignals() as context.signals, ExitStack() as every:  # last first, also if one of them raises
+        with StopSignals() as context.signals, ExitStack() as every:  # in reverse order, even if one of them raises
             note = partial(ranks.note_failure, RuntimeError, context.run_dir / "logs")
             context.signals.on_inspect, self.agreement.signals = note, context.signals
             if self.world > 1:
@@ -83,7 +83,7 @@ class Loop:
             every.enter_context(context.undo)
             for end in reversed(self.hooks["on_fit_end"]):
                 every.callback(end, context)
-            every.push(partial(report_error, context))  # first: the rest may wait for a device that never answers
+            every.push(partial(report_error, context))  # runs first: the rest may wait for a hung device
             if context.ended:
                 self.checkpointer.load_ended()
             else:
@@ -92,7 +92,7 @@ class Loop:
                 self._finish()
             if context.stop_reason == NOT_FINITE:
                 raise context.train_loss.refusal(self.state.step, ranks.first(str(context.checkpoint or "")))
-        with StopSignals():  # a launcher may send one to all as the first of them ends
+        with StopSignals():  # a launcher may signal all ranks as soon as the first one ends
             context.summary = ranks.first(context.summary or read_summary(context.run_dir / "summary.json"))
             self.close()
         context.closed = True
@@ -100,7 +100,8 @@ class Loop:
 
     def close(self) -> None:
         """End the process groups. The weights stay in `module`."""
-        # DDP goes first: a reducer that holds a group last waits, with the GIL, for a thread that may wait for the GIL.
+        # Drop DDP first: a reducer that holds the last reference to a group waits, while it holds the GIL, for a thread
+        # that may itself wait for the GIL.
         self.strategy.unwrap()
         self.context.ranks.leave()
         stop_log()
@@ -122,13 +123,13 @@ class Loop:
         before = context.loader.copies()
         context.emit("on_fit_start")
         before.refuse_before(state.step)
-        if not (context.stop_reason and self.checkpointer.is_saved()):  # else there is nothing to do
+        if not (context.stop_reason and self.checkpointer.is_saved()):  # else nothing is left to do
             context.accepted = True
             self._accept()
         self.compose()
 
     def _accept(self) -> None:
-        """Begin to write into the run's folder, now that nothing can refuse the run."""
+        """Start writing into the run's folder, now that all checks have passed."""
         context, plan, state = self.context, self.plan, self.state
         if context.rank == 0:
             context.command.on_accepted(context.run_dir)
@@ -136,17 +137,17 @@ class Loop:
         if context.rank == 0:
             self.parts.quarantine.begin()
         due = plan.resumed and state.step and plan.validates_at(state.step) and not context.stop_reason
-        if due and state.validated_step != state.step and self.validate():  # a signal has ended the checkpoint's
+        if due and state.validated_step != state.step and self.validate():  # a signal cut the checkpoint's short
             self.checkpointer.save()
 
     def _open_stream(self) -> Iterator[Step]:
-        """Open the data from the checkpoint's position on, and rehearse the passes on its first micro-batch."""
+        """Open the data at the checkpoint's position, and rehearse the passes on its first micro-batch."""
         context, plan = self.context, self.plan
         stop = math.inf if plan.max_steps is None else plan.samples_at(plan.max_steps)
         split_at = partial(self._split, self.hooks["split"][0]) if self.hooks["split"] else None
         stream = context.loader.train(plan.manifest.get("samples", 0), split_at, stop)
         copies = context.loader.copies()
-        first = next(stream)  # data that can't be used is refused before anything changes
+        first = next(stream)  # refuses unusable data before anything changes
         if self.world > 1 and plan.order is None:
             warn_of_same_batches(first.peek(), self.strategy.data_rank, context.ranks.gather)
         if self.world > 1 or self.hooks["rehearse"]:
@@ -165,17 +166,17 @@ class Loop:
         return split
 
     def _rehearse(self, first: Micro) -> None:
-        """Run a few passes on the `first` micro-batch and discard their gradients, so that the buckets are final.
+        """Run a few passes on the `first` micro-batch and discard their gradients, so that DDP's buckets become final.
 
-        Buckets decide the order of summation, so the last bits. A resumed run then has the same bits.
+        The buckets determine the order of summation, and thus the last bits, which a resumed run has to reproduce.
         """
         context = self.context
 
         def run_pass(batch: Any) -> None:
-            if running.clock is not self.clock:  # a callback that measures has started it
+            if running.clock is not self.clock:  # started by a callback that measures
                 self.compose()
             weight = first.weight if batch is first.batch else context.loss.weight(batch)
-            data = Step([Micro(copied(batch), weight, [], [])])  # `loss` may take a member out of it
+            data = Step([Micro(copied(batch), weight, [], [])])  # because `loss` may pop a member
             with tensors_kept(owners(context.recipe, context.module).values()):
                 self.forward_backward(data, lambda: weight * self.strategy.data_world)
             self.optimizer.zero_grad(set_to_none=True)
@@ -193,7 +194,7 @@ class Loop:
             if self.mark:
                 self.mark(Phase.DATA)
             data = next(self.stream)
-            if running.clock is not self.clock:  # a profiler has started or stopped it
+            if running.clock is not self.clock:  # started or stopped by a profiler
                 self.compose()
             if self.mark:
                 self.mark(Phase.CALLBACKS)
@@ -201,11 +202,11 @@ class Loop:
             self.logged = done % self.options.log_every_steps == 0 or done == plan.max_steps
             self._train_step(data)
             self._after_step()
-            if self.state.step == context.heartbeat.began + 2:  # overlap has made its state by now
+            if self.state.step == context.heartbeat.began + 2:  # by now overlap has created its state
                 self.checkpointer.reserve()
 
     def compose(self) -> None:
-        """Put together what a step calls, without what this run does not use."""
+        """Assemble the calls of a step, leaving out everything that this run does not use."""
         self.clock, self.mark, scaler = running.clock, marker(), self.context.scaler
         self.passes.mark = self.mark
         self.before_update: list[Callable[[], Any]] = [partial(self.mark, Phase.OPTIMIZER)] if self.mark else []
@@ -225,7 +226,7 @@ class Loop:
             generator.manual_seed((self.seed_base + self.state.step * GOLDEN) & (MASK >> 1))
         if not self.rates.settled or list(map(RATE, self.optimizer.param_groups)) != self.rates.given:
             self.rates.put(self.state.step + self.plan.ahead)
-        # The agreement begins one int64 all-reduce, alongside the first forward pass.
+        # The agreement starts one int64 all-reduce, which overlaps with the first forward pass.
         self.context.data, self.context.losses = data, self.forward_backward(data, self.agreement.begin(data))
         for call in self.before_update:
             call()
@@ -235,20 +236,20 @@ class Loop:
             self._clip()
         self.update()
         for p in self.context.parameters:
-            p.grad = None  # what zero_grad does, at a tenth of its cost
+            p.grad = None  # like zero_grad, at a tenth of its cost
         self.state.step, self.state.samples = self.state.step + 1, self.state.samples + self.context.batch
 
     def _laid_out(self, data: Step) -> Step:
-        """Return the data of the next step, once what trains in it is laid out over the ranks."""
+        """Return the next step's data, after laying out its trainable parameters over the ranks."""
         if list(map(TRAINS, self.followed)) != self.trains:
             self._follow_frozen(data)
         return data
 
     def _follow_frozen(self, data: Step | None = None) -> None:
-        """Train what is not frozen any more.
+        """Adapt to parameters that user code has frozen or unfrozen.
 
         Args:
-            data: The data of the step that begins; None: the change came inside its passes.
+            data: The data of the step about to start; None if the change came inside its passes.
         """
         context, step = self.context, self.state.step + 1
         what = changed(context.module, self.followed, self.trains)
@@ -263,7 +264,7 @@ class Loop:
         context.buckets = self.strategy.buckets()
 
     def _clip(self) -> None:
-        """Clip the gradients by their norm or by value. `grad_norm` is the norm before."""
+        """Clip the gradients by norm or by value. `grad_norm` becomes the norm before clipping."""
         if self.options.clip_norm is not None or self.logged:
             self.context.grad_norm = self.strategy.clip(self.options.clip_norm)
         if self.options.clip_value is not None:
@@ -273,7 +274,7 @@ class Loop:
         context, state, plan, agreed = self.context, self.state, self.plan, self.agreement
         if self.mark:
             self.mark(Phase.CALLBACKS)
-        if agreed.sums is not None:  # passes of a callback's own have not waited for them
+        if agreed.sums is not None:  # a callback's own passes did not wait for them
             agreed.wait()
         if self.logged:
             context.metrics = self._measure()
@@ -296,7 +297,7 @@ class Loop:
             context.stop("max_steps")
         validate |= state.step == self.validates_next
         save |= state.step % plan.save_steps == 0
-        if validate and context.stop_reason != "signal":  # else the resumed run validates
+        if validate and context.stop_reason != "signal":  # otherwise the resumed run validates
             save |= self.validate()
         if save and not context.stop_reason:  # `_finish` saves the last step
             self.checkpointer.save()
@@ -305,7 +306,7 @@ class Loop:
             context.heartbeat.beat(state.step)
 
     def _measure(self) -> dict[str, float]:
-        """Measure the numbers of this step. Waits for the device; a collective."""
+        """Measure this step's metrics. Waits for the device; a collective."""
         context = self.context
         self.state.count_seconds()
         losses = context.train_loss
@@ -321,14 +322,14 @@ class Loop:
 
     @during(Phase.VALIDATION)
     def validate(self) -> bool:
-        """Validate once, unless a signal ends it. Return whether `checkpoint.keep_best` wants a checkpoint of it."""
+        """Validate once, unless a signal interrupts it; return whether `checkpoint.keep_best` wants a checkpoint."""
         context, state, kept = self.context, self.state, self.options.checkpoint.keep_best
         context.emit("on_flush")
         state.validated_at, self.validates_next = time.monotonic(), self.plan.next_validation(state.step)
-        if self.plan.validation is None or context.stop_reason == "signal":  # which the deferred work has heard
+        if self.plan.validation is None or context.stop_reason == "signal":  # received during the deferred work
             return False
         if (metrics := self.parts.evaluator.evaluate(context.eval_model)) is None:
-            context.stop_reason = "signal"  # also where the run would have ended here
+            context.stop_reason = "signal"  # even if the run would have ended here anyway
             return False
         state.validation, state.validated_step = metrics, state.step
         state.count_seconds()
@@ -340,18 +341,18 @@ class Loop:
 
     def _finish(self) -> None:
         context, state = self.context, self.state
-        if not self.logged:  # a callback or a signal has ended the run at this step
+        if not self.logged:  # a callback or a signal ended the run at this step
             context.last_metrics = context.last_metrics | self._measure()
         if context.train_loss.lost and context.stop_reason != "signal":
             context.stop_reason = NOT_FINITE
-        with ExitStack() as every:  # last first, also if one of them raises
+        with ExitStack() as every:  # in reverse order, even if one of them raises
             every.callback(report, context)
             every.callback(self.checkpointer.save, last=True)
             if context.stop_reason != "signal" and state.validated_step != state.step:
                 try:
                     self.validate()
                 except Exception:
-                    if self.parts.evaluator.apart:  # a save would wait for ranks that are elsewhere
+                    if self.parts.evaluator.apart:  # a save would wait for ranks in another collective
                         every.pop_all()
                     raise
 
@@ -364,7 +365,7 @@ class Loop:
 
     @during(Phase.CHECKPOINT)
     def _check_callbacks(self) -> None:
-        """Refuse attributes that callbacks have set, and after the first step what no checkpoint can have."""
+        """Refuse attributes that callbacks set in vain and, after the first step, state that can't be saved."""
         context, names = self.context, vars(self.context).keys()
         if not self.attributes and isinstance(self.optimizer, Optimizer):
             refuse_state_elsewhere(self.optimizer)

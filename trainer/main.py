@@ -1,4 +1,4 @@
-"""Runs the command: composes configs with Hydra, checks them, then trains or starts the ranks; or runs a tool."""
+"""The command: composes configs with Hydra, checks them, and trains or starts the ranks; or runs a tool."""
 # ruff: noqa: E402 a SIGTERM during the imports has to end the command like a run
 
 import ast
@@ -33,14 +33,14 @@ USAGE = """Echelon trains PyTorch models; distributed-training optimisations are
   echelon                                                  trains a small BERT on real text
   echelon recipe=bert_large trainer.devices=8              one process starts eight ranks
   echelon recipe=bert_large '+callbacks=[grad_compress,overlap]' callbacks.grad_compress.codec=fp16
-  echelon resume runs/NAME                                 goes on where a run stopped
+  echelon resume runs/NAME                                 resumes a run where it stopped
   echelon trainer.resume=ckpt/last.pt                      the same, for a config that is typed again
   echelon -m optimizer.lr=1e-3,3e-4                        one run per value
   echelon --config-dir my/conf recipe=mine                 your own recipe
   echelon --cfg job --resolve                              shows every knob, and runs nothing
   torchrun --nproc-per-node 8 -m trainer.main recipe=bert_large
                                                            under torchrun; srun and mpirun likewise
-  echelon report runs/NAME                                 a tool, see below; echelon TOOL --help tells more
+  echelon report runs/NAME                                 a tool, see below; echelon TOOL --help says more
 
 python -m trainer.main takes the same arguments, where the command is not installed.
 """
@@ -50,7 +50,7 @@ LOCAL_RANK = re.compile("--local[-_]rank=[0-9]+")  # torch.distributed.launch ap
 
 
 def main() -> None:
-    """Run the command, and end the process with its exit code."""
+    """Run the command, and exit with its code."""
     prepare()
     sys.argv[1:] = [word for word in sys.argv[1:] if not LOCAL_RANK.fullmatch(word)]
     if sys.argv[1:2] and sys.argv[1] in tools():
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Set this process up for a command. A second call changes nothing."""
+    """Set up this process for a command. A second call has no effect."""
     open_standard_descriptors()
     undo_inherited()
     if getattr(trainer, "DISTRIBUTION", "") != "echelon-trainer":  # not its docstring, which python -OO leaves out
@@ -68,7 +68,7 @@ def prepare() -> None:
         sys.exit(code)
     forget_ranks(os.environ)
     if {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"} & set(os.environ):
-        die_with_parent()  # a kill may end torchrun's agent or mpirun first
+        die_with_parent()  # torchrun's agent or mpirun may be killed first
     tolerate_closed_pipes()
     raise_file_limit()
     os.environ.setdefault("WDS_SECURE", "1")  # for a recipe that imports webdataset
@@ -77,10 +77,10 @@ def prepare() -> None:
 
 
 def find_recipes() -> int:
-    """Let the command `echelon` find recipes in the working folder, as `python -m` does.
+    """Let the command `echelon` import recipes from the working folder, as `python -m` does.
 
     Raises:
-        ConfigError: Somebody has removed the working folder.
+        ConfigError: The working folder was removed.
     """
     try:
         here = os.getcwd()
@@ -93,7 +93,7 @@ def find_recipes() -> int:
 
 
 def refuse_logs() -> int:
-    """Refuse a TORCH_LOGS that torch can't read: its import would raise. Only torch knows the names.
+    """Refuse a TORCH_LOGS that torch can't parse, because importing torch would raise. Only torch knows the names.
 
     Raises:
         ConfigError: It has an unknown name.
@@ -108,14 +108,14 @@ def refuse_logs() -> int:
 
 
 def run_and_exit(call: Callable[[], int]) -> NoReturn:
-    """Call what trains, and end the process with its exit code."""
+    """Call what trains, and exit with its code."""
     StartupSignals().__enter__()  # to the end of the process
     code = run_guarded(call)
     exit_process(code)
 
 
 def command(arguments: list[str]) -> int:
-    """Run the jobs that `arguments` describe, and return the worst exit code."""
+    """Run the jobs that `arguments` describe; return the worst exit code."""
     folders = [CONF, *config_dirs(arguments)]
     if {"-h", "--help"} & set(arguments):
         print(usage(folders))
@@ -152,12 +152,12 @@ def command(arguments: list[str]) -> int:
 
 
 def shows(word: str) -> bool:
-    """Return whether a word lets Hydra show a config, and run nothing."""
+    """Return whether an argument makes Hydra show a config instead of running."""
     return word.partition("=")[0] in ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
 def refuse_shared(jobs: list[Job]) -> None:
-    """Refuse runs of a multirun that would go on from each other, or would write into one folder.
+    """Refuse runs of a multirun that would resume each other, or write into one folder.
 
     The first would make all steps, and the rest none.
     """
@@ -166,7 +166,7 @@ def refuse_shared(jobs: list[Job]) -> None:
     for resume, *places in resumed:
         if (same := resumed.count((resume, *places))) > 1:
             raise ConfigError(
-                f"trainer.resume={resume}: {same} runs of -m would go on from one run; "
+                f"trainer.resume={resume}: {same} runs of -m would resume one run; "
                 "give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"
             )
     new = [each for each in given if each["run_dir"] and not each["resume"] and not each["dry_run"]]
@@ -180,13 +180,13 @@ def refuse_shared(jobs: list[Job]) -> None:
 
 
 def folders_of(options: dict[str, Any]) -> set[str]:
-    """Return the folders that a new run writes: its own, and that of its checkpoints."""
+    """Return the folders that a new run writes: its own and that of its checkpoints."""
     own = options["run_dir"]
     return {os.path.realpath(own), os.path.realpath(Path(options["checkpoint"]["dir"], Path(own).name))}
 
 
 def name_folders(jobs: list[Job]) -> None:
-    """Name the folders of a multirun's new runs by their overrides."""
+    """Name the folders of a multirun's new runs after their overrides."""
     began, taken = time.strftime("%Y%m%d-%H%M%S"), set[str]()
     for job in jobs:
         options = job.config["trainer"]
@@ -198,7 +198,7 @@ def name_folders(jobs: list[Job]) -> None:
 
 
 def compare(folders: list[str | None]) -> None:
-    """Print the table of `trainer.tools.compare` about the runs that have numbers."""
+    """Print the table of `trainer.tools.compare` for the runs that have metrics."""
     measured = [folder for folder in dict.fromkeys(folders) if folder and Path(folder, "metrics.jsonl").exists()]
     if len(measured) > 1:
         with contextlib.suppress(SystemExit):
@@ -206,14 +206,14 @@ def compare(folders: list[str | None]) -> None:
 
 
 def tools() -> dict[str, Path]:
-    """Return the tools by name: the modules and packages of trainer/tools that `python -m` runs."""
+    """Return the tools by name: the modules and packages of trainer/tools that `python -m` can run."""
     packages = {path.parent.name: path for path in TOOLS.glob("*/__main__.py")}
     modules = {path.stem: path for path in TOOLS.glob("[!_]*.py") if "\ndef main(" in path.read_text()}
     return dict(sorted({**packages, **modules}.items()))
 
 
 def run_tool(name: str, *arguments: str) -> NoReturn:
-    """Run `python -m trainer.tools.NAME ARGUMENTS` in this process, and end the process."""
+    """Run `python -m trainer.tools.NAME ARGUMENTS` in this process, and exit."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv = [name, *arguments]
     runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)

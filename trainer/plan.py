@@ -1,4 +1,4 @@
-"""Plans a run: the decisions and refusals that need no model."""
+"""Plans a run: all decisions and checks that need no model."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ from trainer.process.environment import Place, node_range
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The decisions of a run as plain values: made once, by the launcher or else by rank 0, for all ranks."""
+    """The decisions of a run as plain values, made once for all ranks: by the launcher, or else by rank 0."""
 
     world: int
     checkpoint: list[str] | None  # the verified folder of the checkpoint to resume, and its manifest's sha256
@@ -57,12 +57,12 @@ class RunSpec:
 
 
 class Plan:
-    """The callbacks of a rank in order, its data, and the decisions of the run.
+    """A rank's callbacks in order, its data, and the decisions of the run.
 
     Args:
-        options: The run's options, with the precision of all ranks if that is known.
-        each: Returns on every rank the values of all ranks.
-        spec: The decisions, if a launcher has made them. The rank then only compares its own view.
+        options: The run's options, with the precision of all ranks if it is known.
+        each: Gathers the values of all ranks on every rank.
+        spec: The decisions, if a launcher made them. The rank then only compares them with its own view.
 
     Raises:
         ConfigError, DataError: A setting or the data can't work.
@@ -96,7 +96,7 @@ class Plan:
         reads = place.rank > 0 and place.local_rank == 0
         self.resumed, self.manifest = self._see_checkpoint(self._find_checkpoint(place.rank, each, spec), each, reads)
         self.uneven = len(set(node_range(options.nodes))) > 1 or self.manifest.get("world", world) != world
-        self.uneven |= self.manifest.get("uneven", False)  # also on as many ranks as before: the same split
+        self.uneven |= self.manifest.get("uneven", False)  # also on the same number of ranks, to keep the split
         parts = (spec.micro, spec.accumulate) if spec else None
         data_world = split_over(self.callbacks, world)
         self.micro, self.accumulate = parts or split_batch(batch, data_world, micro_batch, accumulate, self.uneven)
@@ -118,12 +118,12 @@ class Plan:
         return called(self, "batch", "micro", "accumulate", "max_steps", "epoch_samples")
 
     def _set_time(self, schedule: Schedule, spec: RunSpec | None) -> None:
-        """Set the last step, the rates and the intervals."""
+        """Set the last step, the learning rates and the intervals."""
         if isinstance(schedule, type) or not hasattr(schedule, "resolve"):
             raise ConfigError(
                 f"schedule={schedule}: is no schedule; give an object, as Cosine() of trainer.optim.schedule"
             )
-        # Steps of this batch that a checkpoint's samples make, less its own steps: not 0 if it had another batch.
+        # The checkpoint's samples in steps of this batch size, minus its own steps: not 0 if the batch has changed.
         self.done = self.manifest if self.resumed else {"samples": 0, "step": 0}
         self.ahead = self.done["samples"] // self.batch - self.done["step"]
         before = self.manifest.get("identity", {}).get("batch")
@@ -134,7 +134,7 @@ class Plan:
         self._set_intervals()
 
     def _compare(self, recipe: Any, place: Place) -> None:
-        """Refuse a checkpoint of another recipe, of other data or settings."""
+        """Refuse a checkpoint of another recipe, other data or other settings."""
         own, accept = self.identity(), self.options.accept
         refuse_other_recipe(recipe, self.manifest, own, accept)
         saved = identity_without_observers(self.manifest, self.callbacks)
@@ -146,7 +146,7 @@ class Plan:
     def _set_intervals(self) -> None:
         """Set the steps and seconds between validations and between checkpoints; infinity means never.
 
-        With `trainer.checkpoint.every=auto`, `Checkpointer` updates `save_s` after each checkpoint.
+        With `trainer.checkpoint.every=auto`, the `Checkpointer` updates `save_s` after each checkpoint.
         """
         options = self.options
         key, given = "trainer.validate_every", options.validate_every
@@ -160,11 +160,11 @@ class Plan:
             self.save_s, self.save_steps = FIRST, math.inf
 
     def _agree(self, world: int, each: Callable[[Any], list[Any]], spec: RunSpec | None) -> RunSpec:
-        """Return the decisions of the launcher or else of rank 0, after a comparison with this rank's view.
+        """Return the decisions of the launcher, or else of rank 0, after comparing them with this rank's view.
 
         Raises:
             ConfigError: Ranks see different settings or data.
-            DataError: The data is no longer the data that the launcher saw.
+            DataError: The data has changed since the launcher read it.
         """
         found = getattr(self.validation, "fingerprint", None)
         if spec is None:
@@ -177,7 +177,7 @@ class Plan:
         return spec
 
     def _open_data(self, recipe: Any, place: Place, each: Callable[[Any], list[Any]], planned: bool) -> None:
-        """Open the data in turns. With `planned` the launcher has prepared the files of its node."""
+        """Open the data, rank by rank. With `planned`, the launcher has already prepared the files of its node."""
         seed, timeout_s = self.options.seed, self.options.timeout_s
 
         def opens() -> list[Any]:
@@ -209,13 +209,13 @@ class Plan:
         self.epoch_samples = self.order.samples if self.order else (batches or 0) * self.micro * self.data_world or None
 
     def _limit(self, source: Any, recipe: Any) -> Any:
-        """Limit the training data, which is returned, and the validation data, by `limit_batches` or `overfit`."""
+        """Apply `limit_batches` or `overfit` to the validation data, and to the training data, which is returned."""
         few, limits = self.options.overfit, self.options.limit_batches
         if few is not None:
             if not isinstance(source, Samples):
                 raise ConfigError(
-                    f"trainer.overfit={few}: recipe.data('train') is an iterable of batches, which may be others each "
-                    "time it is walked; give trainer.limit_batches.train instead, or return a Dataset"
+                    f"trainer.overfit={few}: recipe.data('train') is an iterable, whose batches may differ each time "
+                    "it is iterated over; give trainer.limit_batches.train instead, or return a Dataset"
                 )
             source = first_batches(source, few, self.batch, self.accumulate, "trainer.overfit")
             own = transform_of(recipe, self.data, validates=True)
@@ -227,7 +227,7 @@ class Plan:
 
     @property
     def watched(self) -> dict[str, str]:
-        """Return the validation metrics that the run depends on: config key -> name."""
+        """Return the validation metrics that settings name: config key -> metric."""
         watched = {f"callbacks.{name}.metric": c.metric for name, c in self.callbacks.items() if c.metric}
         if best := self.options.checkpoint.keep_best:
             watched["trainer.checkpoint.keep_best"] = parse_best(best)[0]
@@ -237,9 +237,9 @@ class Plan:
         return features(self.options)
 
     def _find_checkpoint(self, rank: int, each: Callable[..., list[Any]], spec: RunSpec | None) -> list[str] | None:
-        """Return the checkpoint that the launcher or else rank 0 found, and its manifest's sha256.
+        """Return the checkpoint that the launcher, or else rank 0, found, and its manifest's sha256.
 
-        A restart asks for the newest checkpoint, which rank 0 then looks for anew.
+        A restart asks for the newest checkpoint, so rank 0 looks for it again.
         """
         options = self.options
         if options.resume is None:
@@ -254,13 +254,13 @@ class Plan:
         if found is None:
             if options.run_dir and rank == 0:
                 locate.refuse_renamed(Path(options.run_dir), root)
-            log.info("resume: there is no checkpoint in %s yet; a new run begins", root)
+            log.info("resume: there is no checkpoint in %s yet; a new run starts", root)
         return found
 
     def _see_checkpoint(
         self, found: list[str] | None, each: Callable[..., list[Any]], hashes: bool
     ) -> tuple[Path | None, dict[str, Any]]:
-        """Read the manifest on all ranks. With `hashes`, this rank also compares the hashes of all files, for its node.
+        """Read the manifest on all ranks. With `hashes`, this rank also verifies all files on behalf of its node.
 
         Raises:
             ConfigError: A rank does not see the checkpoint.
@@ -285,7 +285,7 @@ class Plan:
         return min(limits, default=None)
 
     def step_after(self, key: str, given: Any) -> int:
-        """Return the step that ends a duration from the run's beginning. Samples and epochs count those trained on.
+        """Return the step at which a duration from the run's start ends. Samples and epochs count those trained on.
 
         Raises:
             ConfigError: As of `Duration.steps`.
@@ -296,19 +296,19 @@ class Plan:
         return self.step_at(duration.samples(key, self.batch, self.epoch_samples))
 
     def step_at(self, samples: Fraction) -> int:
-        """Return the first step after which the run has trained on so many samples."""
+        """Return the first step after which the run has trained on this many samples."""
         return self.done["step"] + math.ceil((samples - self.done["samples"]) / self.batch)
 
     def samples_at(self, step: int) -> int:
-        """Return the samples that the run has trained on after a step. Before the resumed one, its batch counts."""
+        """Return the samples trained on after a step. Steps before the resumed one count with their own batch."""
         ahead = step - self.done["step"]
         return self.done["samples"] + ahead * (self.batch if ahead > 0 else self.batch_before)
 
     def periods(self, key: str, given: Any, start: int | Fraction = 0) -> Periods:
-        """Return the periods of a duration, which count steps, or else the samples trained on.
+        """Return the periods of a duration, counted in steps or in samples trained on.
 
         Args:
-            start: Of the first one, in the same unit.
+            start: The start of the first period, in the same unit.
 
         Raises:
             ConfigError: As of `Duration.steps`.
@@ -319,18 +319,18 @@ class Plan:
         return Periods(self.samples_at, duration.samples(key, self.batch, self.epoch_samples), begins)
 
     def validates_at(self, step: int) -> bool:
-        """Return whether `validate_every` asks for a validation after a step: the first that reaches a multiple."""
+        """Return whether `validate_every` requests a validation after this step, the first to reach a multiple."""
         return self.validations is not None and self.validations.end_at(step)
 
     def next_validation(self, step: int) -> float:
-        """Return the next step after which `validate_every` asks for a validation; infinity for none."""
+        """Return the next step after which `validate_every` requests a validation; infinity for none."""
         if self.validations is None or self.validate_every is None:
             return math.inf
         end = self.validations.next_end(step)
         return math.ceil(end) if self.validate_every.unit == "steps" else self.step_at(end)
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings and the data that must be the same for an exact resume."""
+        """Return the settings and the data that an exact resume must share."""
         data = self.source.fingerprint if isinstance(self.source, Samples | FirstOf) else "iterable"
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful(self.callbacks)}
         own |= {"lanes": self.data.lanes, "block": self.data.block}
@@ -338,12 +338,12 @@ class Plan:
 
 
 def features(options: Options) -> set[str]:
-    """Return the features of the trainer that are on, as `Callback.conflicts` names them."""
+    """Return the enabled features of the trainer, by their names in `Callback.conflicts`."""
     ddp = options.ddp
     on = {
         "clip": options.clip_norm is not None,
         "clip_value": options.clip_value is not None,
-        "fp16": "fp16" in options.precision,  # of some rank
+        "fp16": "fp16" in options.precision,  # on any rank
         "fp8": options.precision == "fp8",
         "bf16_params": options.precision == "bf16_params" and options.master_weights,
         "bf16_weights": not options.master_weights,
@@ -359,7 +359,7 @@ def split_over(callbacks: Mapping[str, Callback], world: int) -> int:
     """Return the number of ranks that read different samples.
 
     Raises:
-        ConfigError: The stages of a callback do not divide the ranks.
+        ConfigError: The number of a callback's stages does not divide the number of ranks.
     """
     for name, callback in callbacks.items():
         if world % callback.stages:
@@ -371,7 +371,7 @@ def split_over(callbacks: Mapping[str, Callback], world: int) -> int:
 
 
 def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
-    """Split a batch by the batches of an iterable, which have `size` samples.
+    """Split a batch into the batches of an iterable, which have `size` samples each.
 
     Raises:
         ConfigError: It does not divide.

@@ -154,7 +154,7 @@ class Optional(Protocol):
         ...
 
     def summary(self) -> dict[str, float]:
-        """Return numbers about the data or the task, for summary.json and beside the final metrics.
+        """Return numbers about the data or the task, for summary.json, alongside the final metrics.
 
         Rank 0 calls this before step 1 and at the end.
         """

@@ -1,4 +1,4 @@
-"""Makes the folder of a run, and starts the log in it."""
+"""Creates the folder of a run, and starts the log in it."""
 
 import contextlib
 import io
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from trainer.plan import Plan
 
 
-MOST_CONFIG = 4 << 20  # bytes of a config.yaml
-OF_RUNS = ("recipe", "callbacks", "optimizer", "schedule", "trainer", "data")  # keys of a config.yaml, at least
-WRITTEN = ("logs", "tensorboard", "export", "profile")  # folders inside the folder of a run
+MOST_CONFIG = 4 << 20  # the largest config.yaml that is read, in bytes
+OF_RUNS = ("recipe", "callbacks", "optimizer", "schedule", "trainer", "data")  # keys that every config.yaml has
+WRITTEN = ("logs", "tensorboard", "export", "profile")  # subfolders of a run's folder
 
 
 def make_run_dir(plan: "Plan", name: str) -> Path:
-    """Make the folder of the run: the given one, or that of the resumed run, or a new one `runs/<name>-<time>`.
+    """Create the run's folder: the given one, or the resumed run's, or a new `runs/<name>-<time>`.
 
     Raises:
         ConfigError: The folder, or that of its checkpoints, can't be written, or holds another run or other files. No
-            new folder stays.
+            new folder is left behind.
     """
     try:
         return _choose_run_dir(plan, name)
@@ -69,14 +69,14 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
     ended, saves = has_ended(folder), (folder / CHECKPOINTED).exists()
     if (ended or saves or (folder / "metrics.jsonl").exists()) and not again:
         raise ConfigError(
-            f"trainer.run_dir={given}: holds a run already; go on by trainer.resume=auto, or give another folder"
+            f"trainer.run_dir={given}: holds a run already; resume it with trainer.resume=auto, or give another folder"
         )
     if locate.checkpoints(saved) and (resumed is None or not _same(resumed.parent, saved)):
         raise ConfigError(
-            f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; go on by trainer.resume=auto, "
-            "or give another trainer.run_dir or trainer.checkpoint.dir"
+            f"trainer.run_dir={given}: {saved} holds checkpoints of a run of this name; resume with "
+            "trainer.resume=auto, or give another trainer.run_dir or trainer.checkpoint.dir"
         )
-    if again and not goes_on and (ended or saves):  # else the run would begin at step 0, and cut the old files off
+    if again and not goes_on and (ended or saves):  # else it would start at step 0 and cut off the old files
         raise ConfigError(
             f"trainer.run_dir={given}: holds a run that has {'ended' if ended else 'written checkpoints'}, and {saved} "
             "has no checkpoint of it; give the trainer.checkpoint.dir of that run, or another trainer.run_dir"
@@ -87,9 +87,9 @@ def _choose_run_dir(plan: "Plan", name: str) -> Path:
 
 
 def nothing_left(plan: "Plan", folder: Path) -> str:
-    """Return why the run in this folder has ended, if a resume has nothing left to do; empty if the run goes on.
+    """Return the stop reason if the run in this folder is complete, so that a resume has nothing left to do, else "".
 
-    The last checkpoint, the summary and the export are there, and the run would end again before another step.
+    A run is complete if its last checkpoint, summary and export exist, and a resume would end before another step.
     """
     resumed, manifest, root = plan.resumed, plan.manifest, Path(plan.options.checkpoint.dir)
     if resumed is None or not _same(resumed.parent, root / folder.name):
@@ -99,7 +99,7 @@ def nothing_left(plan: "Plan", folder: Path) -> str:
         summary = json.loads((folder / "summary.json").read_text())
         whole = summary["steps"] >= step and summary.get("export", "") is not None
         stopped = summary["stopped"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not a run's
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or not a run's
         return ""
     if not whole or not isinstance(stopped, str) or stopped in ("error", "signal", NOT_FINITE):
         return ""
@@ -112,13 +112,13 @@ def nothing_left(plan: "Plan", folder: Path) -> str:
     else:
         return ""
     reason = "" if stopped == "max_steps" else f" ({printable(stopped)[:300]})"
-    text = "nothing to do: %s has finished at step %d%s, and stays as it is; %s would go on"
+    text = "nothing to do: %s has finished at step %d%s, and stays as it is; %s would resume it"
     log.info(text, folder, summary["steps"], reason, way)
     return stopped
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether the run has a summary of its end. A summary of a crash does not count."""
+    """Return whether the run has a final summary. A summary of a crash does not count."""
     try:
         return json.loads((folder / "summary.json").read_text()).get("stopped") not in ("error", NOT_FINITE)
     except FileNotFoundError:
@@ -128,12 +128,12 @@ def has_ended(folder: Path) -> bool:
 
 
 def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> str | None:
-    """Return the folder of the checkpoint's run, if the checkpoint is among that run's checkpoints.
+    """Return the folder of the run that wrote the checkpoint, if the checkpoint is among that run's checkpoints.
 
-    The manifest may be a stranger's.
+    The manifest is not trusted.
 
     Raises:
-        ConfigError: The folder is outside of the current one, and holds no run.
+        ConfigError: The folder lies outside of the current one, and holds no run.
     """
     if resumed is None:
         return None
@@ -151,7 +151,7 @@ def _run_of(resumed: Path | None, manifest: Mapping[str, Any], root: Path) -> st
                 "trainer.run_dir"
             )
         return given
-    log.info("resume: the checkpoint's run is not in %s; the run goes on in a new folder", printable(given)[:200])
+    log.info("resume: the checkpoint's run is not in %s; the run continues in a new folder", printable(given)[:200])
     return None
 
 
@@ -162,7 +162,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_checkpoint(given: str, key: str) -> Path:
-    """Return the checkpoint that is named, or the newest one of the run that is.
+    """Return the given checkpoint, or the newest one of the given run.
 
     Raises:
         ConfigError: There is none.
@@ -180,10 +180,10 @@ def find_checkpoint(given: str, key: str) -> Path:
 
 
 def refuse_unreadable(folder: Path) -> None:
-    """Refuse a folder given as RUN that can't be read to its end. One that is missing is left to the caller.
+    """Refuse a folder given as RUN if something in it can't be read. A missing folder is left to the caller.
 
     Raises:
-        ConfigError: The system refuses, or a pipe, a socket or a device lies where a run has files.
+        ConfigError: Permission is denied, or a pipe, a socket or a device stands in for one of the run's files.
     """
     key = f"RUN={printable(str(folder))}"
     try:
@@ -200,9 +200,9 @@ def stored_config(file: Path) -> io.StringIO:
     """Return the text of a run's config.yaml.
 
     Raises:
-        OSError: The system refuses.
-        ConfigError: It is larger than any run's, or repeats itself by aliases: ten lines may mean a billion keys.
-        ValueError: It is no text.
+        OSError: It can't be read.
+        ConfigError: It is larger than any run's, or has aliases, with which ten lines can expand to a billion keys.
+        ValueError: It is not text.
     """
     with file.open("rb") as content:
         text = content.read(MOST_CONFIG + 1).decode()
@@ -214,17 +214,17 @@ def stored_config(file: Path) -> io.StringIO:
 
 
 def refuse_cut(stored: Any) -> None:
-    """Refuse a config that a power loss or a full disk has cut.
+    """Refuse a config that a power loss or a full disk has truncated.
 
     Raises:
-        ConfigError: It lacks what the config of every run has.
+        ConfigError: It lacks a key that every run's config has.
     """
     if missing := [name for name in OF_RUNS if name not in (stored or ())]:
         raise ConfigError(f"has no {', '.join(missing)}")
 
 
 def refuse_no_folder(folder: Path) -> None:
-    """Refuse a run's folder that is a file, or that can't be made: it lies below a file, or its name is too long."""
+    """Refuse a run's folder that is a file or can't be created, because of a file in its path or too long a name."""
     key = f"trainer.run_dir={folder}"
     try:
         is_file = not stat.S_ISDIR(folder.stat().st_mode)
@@ -238,14 +238,14 @@ def refuse_no_folder(folder: Path) -> None:
 
 
 def refuse_astray(folder: Path) -> None:
-    """Refuse a folder that is neither new nor a run's, or that has links through which the run would write."""
+    """Refuse a folder that is neither new nor a run's, or has links through which the run would write elsewhere."""
     key = f"trainer.run_dir={folder}"
     if not str(folder).isprintable():
-        raise ConfigError(f"{printable(key)}: has a character that no line can show, such as a newline; leave it out")
+        raise ConfigError(f"{printable(key)}: has an unprintable character, such as a newline; leave it out")
     if folder.name in ("", ".."):
         raise ConfigError(f"{key}: has no name, and the folder of checkpoints needs one; give runs/NAME")
     if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()) and not is_run(folder):
-        raise ConfigError(f"{key}: holds files that belong to no run; give another trainer.run_dir")
+        raise ConfigError(f"{key}: holds files that are not a run's; give another trainer.run_dir")
     for path in (*folder.glob("*"), *(path for name in WRITTEN for path in (folder / name).rglob("*"))):
         if path.is_symlink():
             raise ConfigError(f"{key}: {path} is a link, and the run would write to its target; give another folder")
@@ -256,7 +256,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def make_new(stem: Path, root: Path) -> Path:
-    """Make a folder of this name, with a number appended if the name is taken."""
+    """Create a folder of this name, with a number appended if the name is taken."""
     make_writable("trainer.run_dir", stem.parent)
     for n in itertools.count(1):
         folder = stem.with_name(f"{stem.name}-{n}") if n > 1 else stem
@@ -269,7 +269,7 @@ def make_new(stem: Path, root: Path) -> Path:
 
 
 def make_writable(key: str, folder: Path) -> None:
-    """Make the folder that `key` names.
+    """Create the folder that `key` names.
 
     Raises:
         ConfigError: The folder can't be written.
@@ -284,7 +284,7 @@ def make_writable(key: str, folder: Path) -> None:
 
 
 def make_parent(key: str, file: Path) -> None:
-    """Make the folder of the file that `key` names.
+    """Create the folder of the file that `key` names.
 
     Raises:
         ConfigError: The file is a folder, or its folder can't be written.
@@ -294,7 +294,7 @@ def make_parent(key: str, file: Path) -> None:
 
 
 def start_log(run_dir: Path, rank: int) -> None:
-    """Send events to logs/rank<rank>.log, rank 0's also to the terminal; other ranks send all output there."""
+    """Log to logs/rank<rank>.log. Rank 0 also logs to the terminal; other ranks redirect all output to the file."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     path = run_dir / "logs" / f"rank{rank}.log"
     if rank:
@@ -313,7 +313,7 @@ def start_log(run_dir: Path, rank: int) -> None:
 
 
 class LogFile(logging.Handler):
-    """A handler whose file may be on a full disk."""
+    """A log handler that tolerates a full disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ class LogFile(logging.Handler):
 
 
 def versions() -> dict[str, str]:
-    """List the versions that numbers may depend on."""
+    """List the versions on which numbers may depend."""
     import numpy
     import torch
 

@@ -37,7 +37,7 @@ from trainer.timeouts import STILL
 from trainer.trainer import Trainer
 
 Report = Callable[[BaseException], None]
-# Variables by which libraries choose kernels, and so the order of sums; not those of the number of threads.
+# Variables by which libraries choose kernels, and thus the order of sums, except those for the number of threads.
 ARITHMETIC = re.compile(
     "(MKL|OPENBLAS|BLIS|DNNL|ONEDNN)_(?!NUM_THREADS|VERBOSE).*|ATEN_CPU_CAPABILITY|NVIDIA_TF32_OVERRIDE"
     "|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|CUDNN_.*|NCCL_(ALGO|PROTO|NVLS_ENABLE)"
@@ -46,12 +46,12 @@ OF_RECIPE = ("trainer.optim.factories.of_recipe", "trainer.optim.schedule.OfReci
 
 
 def build_components(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> dict[str, Any]:
-    """Return the arguments of `Trainer` that `config` describes: all but `place`, `name` and `command`."""
+    """Build the arguments of `Trainer` that `config` describes: all except `place`, `name` and `command`."""
     remember(config)
     options = build_options(Options, config["trainer"])
     allow = (*allowed, *options.allow_targets)
     groups, optimizer = split_groups(config["optimizer"])
-    # A constructor that splits data at random cuts at the same places on all ranks, and after a resume.
+    # Seeded so that a constructor which splits data at random does so alike on all ranks, and after a resume.
     seed_all(mix(options.seed, RECIPE_DATA))
     recipe = build("recipe", config["recipe"], allow)
     return {
@@ -66,7 +66,7 @@ def build_components(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIE
 
 
 def build_or_own(key: str, node: Mapping[str, Any], allow: tuple[str, ...], recipe: Any) -> Any:
-    """Build the optimizer or the schedule; of `optimizer=recipe` and `schedule=recipe`, return the recipe's own.
+    """Build the optimizer or the schedule; for `optimizer=recipe` or `schedule=recipe`, return the recipe's own.
 
     Raises:
         ConfigError: The recipe has none.
@@ -92,18 +92,19 @@ def train(
     """Train to the end, and return the exit code.
 
     Args:
-        spec: The decisions of the run, if a launcher has made them.
+        spec: The run's decisions, if a launcher made them.
         on_error: Called with the error of a failed run, before the clean-up.
-        end_failed: Called then, if the device has failed, to end the process: torch aborts when it frees pinned memory.
+        end_failed: Called after `on_error` if the device has failed, to end the process before torch frees pinned
+            memory, which would abort it.
     """
     command = Command(
         argv, spec, plain(flat(redact(config))), {},
         lambda run_dir: save_config(redact(config), run_dir), on_error, end_failed,
     )  # fmt: skip
     trainer = make_trainer(config, place=place, name=name, command=command)
-    command.machine.update(arithmetic())  # now that threads are bound and the device is chosen
+    command.machine.update(arithmetic())  # after threads are bound and the device is chosen
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
-    if trainer.world == 1 and not os.isatty(0):  # at a terminal somebody may be in a debugger
+    if trainer.world == 1 and not os.isatty(0):  # at a terminal, a user may be in a debugger
         stderr = os.fdopen(os.dup(2), "a")  # a socket can't be opened by its path
         trainer.heartbeat.watch(STILL * trainer.options.timeout_s, lambda: None, stderr)
     if not trainer.ended:
@@ -116,13 +117,13 @@ def train(
 
 
 def machine(ranks: Ranks, link: str) -> Tuned:
-    """Return this machine as a result of `trainer.tools.tune` names it."""
+    """Describe this machine in the form that `trainer.tools.tune` stores with a result."""
     gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
     return Tuned(cpu_name(), gpu, ranks.world, ranks.place.local_world, link)
 
 
 def end(code: int) -> int:
-    """Return `code`. If it is 75, ignore the signals by which `srun -K` and mpirun end the peers of the first rank."""
+    """Return `code`. If it is 75, ignore the signals with which `srun -K` and mpirun kill the first rank's peers."""
     for number in (signal.SIGTERM, signal.SIGUSR1) if code == STOPPED else ():
         signal.signal(number, signal.SIG_IGN)
     return code
@@ -132,7 +133,7 @@ def make_trainer(config: dict[str, Any], **run: Any) -> Trainer:
     """Build the trainer that `config` describes, with the further arguments `run`.
 
     Raises:
-        UnavailableError: A restarted rank refuses a setting or data that was valid when the run was planned.
+        UnavailableError: A restarted rank refuses a setting or data that were valid when the run was planned.
     """
     try:
         return Trainer(**build_components(config), **run)
@@ -143,7 +144,7 @@ def make_trainer(config: dict[str, Any], **run: Any) -> Trainer:
 
 
 def arithmetic() -> dict[str, Any]:
-    """Return the properties of this machine that change the bits of a sum. A resume logs differences."""
+    """Return the properties of this machine that affect the bits of a sum. A resume logs differences."""
     cuda = {"machine.gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     variables = {f"machine.{name}": value for name, value in os.environ.items() if ARITHMETIC.fullmatch(name)}
     own = {"machine.threads": torch.get_num_threads(), "machine.cpu": torch.backends.cpu.get_cpu_capability()}
@@ -152,7 +153,7 @@ def arithmetic() -> dict[str, Any]:
 
 def save_config(config: dict[str, Any], run_dir: Path) -> None:
     path = run_dir / "config.yaml"
-    literal = json.loads(json.dumps(config).replace("${", r"\\${"))  # a resolved value is no interpolation
+    literal = json.loads(json.dumps(config).replace("${", r"\\${"))  # a resolved value must not be interpolated again
     try:
         write_whole(path, OmegaConf.to_yaml(OmegaConf.create(literal)).encode())
     except OSError as error:
@@ -164,7 +165,7 @@ def save_config(config: dict[str, Any], run_dir: Path) -> None:
 
 
 def describe(loop: Loop, nccl: NCCLOptions) -> None:
-    """Log the run, the model's size, the device, the batch, the optimizer and the callbacks."""
+    """Log the run, its model's size, device, batch, optimizer and callbacks."""
     trainer, plan = loop.context, loop.plan
     parameters = sum(p.numel() for p in trainer.module.parameters())
     data_world = trainer.strategy.data_world

@@ -1,4 +1,4 @@
-"""Builds what a run is made of, in the order of docs/step.md."""
+"""Builds the parts of a run, in the order of docs/step.md."""
 
 import os
 from collections.abc import Callable
@@ -63,7 +63,7 @@ MakeOptimizer = Callable[[Groups], Optimizer]
 
 @dataclass(frozen=True)
 class Components:
-    """The parts of a run that callbacks do not get."""
+    """The parts of a run that callbacks do not see."""
 
     plan: Plan
     checkpointer: Checkpointer
@@ -72,20 +72,20 @@ class Components:
     passes: Accumulate
     forward_backward: ForwardBackward  # `passes`, wrapped by callbacks
     evaluator: Evaluator
-    followed: list[nn.Parameter]  # parameters that each step looks at, for user code that freezes
-    trained: list[bool]  # which of them the optimizer was made to train
+    followed: list[nn.Parameter]  # parameters checked at each step, because user code may freeze or unfreeze them
+    trained: list[bool]  # for each, whether it trained when the optimizer was made
 
 
 def open_run(given: RunArguments, refused: ExitStack) -> tuple[Context, Plan]:
-    """Connect the ranks, plan the run, and claim and make its folder.
+    """Connect the ranks, plan the run, and create and claim its folder.
 
     Args:
-        refused: Undoes that, if the run is refused before it trains.
+        refused: Undoes all of this if the run is refused before it trains.
     """
     options = given.options
     ranks = Ranks(given.place, options.accelerator, options.backend, options.timeout_s)
     log_to_terminal(ranks.rank)
-    refused.callback(ranks.close)  # so that peers that wait for this rank get an error
+    refused.callback(ranks.close)  # so that peers waiting for this rank get an error
     precision = Precision(options.precision, ranks.device, options.deterministic, ranks.each, options.master_weights)
     plan = Plan(
         given.recipe, given.callbacks, given.schedule or Constant(), settings=given.command.settings, batch=given.batch,
@@ -109,11 +109,11 @@ def open_run(given: RunArguments, refused: ExitStack) -> tuple[Context, Plan]:
 
 
 def _open_folder(trainer: Context, plan: Plan, refused: ExitStack) -> None:
-    """Make the run's folder and claim it, start the log in it, and make what writes there."""
+    """Create the run's folder and claim it, start the log in it, and make the objects that write there."""
     run_dir = None if trainer.rank else make_run_dir(plan, trainer.name)
     folder, trainer.ended = trainer.ranks.first(run_dir and [str(run_dir), nothing_left(plan, run_dir)])
     trainer.run_dir = Path(folder)
-    claimed = claim(trainer)  # before the log: another process may write this run
+    claimed = claim(trainer)  # before the log, because another process may be writing this run
     if claimed:
         refused.callback(claimed.close)
     if not trainer.ended:
@@ -133,7 +133,7 @@ def build(trainer: Context, plan: Plan, optimizer: MakeOptimizer) -> Components:
     """Build the model, the Reduce chain, the strategy, the optimizer, the passes, the loader and the evaluator.
 
     Raises:
-        ConfigError, DataError: A part can't work, or does not go with another one.
+        ConfigError, DataError: A part can't work, or is incompatible with another one.
     """
     options, hooks, checkpointer = trainer.options, trainer.hooks, Checkpointer(trainer, plan)
     limit = allowed(plan.data.max_bad, plan.epoch_samples or 0)
@@ -167,11 +167,11 @@ def build(trainer: Context, plan: Plan, optimizer: MakeOptimizer) -> Components:
 
 
 def build_module(trainer: Context, optimizer: MakeOptimizer) -> ParameterRules:
-    """Build the module on its device; return its settings for some of the parameters."""
+    """Build the module on its device; return its per-parameter settings."""
     hooks, found = trainer.hooks, list[ParameterRules]()
 
     def recipes_model() -> nn.Module:
-        """Return the recipe's model; find its groups, and freeze, before callbacks cut it or wait for gradients."""
+        """Return the recipe's model, grouped and frozen before callbacks split it or register gradient hooks."""
         model = build_model(trainer.recipe)
         refuse_no_tensors(model)
         found.append(ParameterRules(optimizer, trainer.recipe, model))
@@ -183,7 +183,7 @@ def build_module(trainer: Context, optimizer: MakeOptimizer) -> ParameterRules:
     module = to_device(make(), trainer.device)
     if trainer.options.sync_batch_norm:
         module = across_ranks(module, trainer.world, trainer.device)
-    if not module.training:  # as `from_pretrained` leaves it; parts that the recipe has set to eval stay so
+    if not module.training:  # as after `from_pretrained`; a part that the recipe has set to eval stays in eval
         module.train()
     trainer.module = hooks.wrap("wrap_model", trainer, trainer.precision.convert(module))
     trainer.eval_model = trainer.global_model = trainer.module
@@ -205,9 +205,9 @@ def _checked_loss(trainer: Context) -> CheckedLoss:
 
 
 def _distribute(trainer: Context) -> None:
-    """Lay the model out over the ranks, by the one callback that does, else by DDP."""
+    """Lay the model out over the ranks, with the callback that has `distribute`, else with DDP."""
     hooks, module, world = trainer.hooks, trainer.module, trainer.world
-    if world > 1 and (hooks["wrap_reduce"] or sparse.sparse_weights(module)):  # else DDP's own, in C++
+    if world > 1 and (hooks["wrap_reduce"] or sparse.sparse_weights(module)):  # else DDP reduces in C++
         trainer.reduce = hooks.wrap("wrap_reduce", trainer, AllReduce(trainer.ranks.new_group()))
     if hooks["distribute"]:
         strategy: Strategy = hooks.make("distribute", hooks["distribute"][0], trainer, module)
@@ -220,7 +220,7 @@ def _distribute(trainer: Context) -> None:
 
 
 def _refuse_sparse(trainer: Context, optimizer: Optimizer) -> None:
-    """Refuse sparse gradients of an embedding, if a callback or a setting takes dense ones."""
+    """Refuse an embedding's sparse gradients if a callback or a setting needs dense ones."""
     measures = (Role.MEASURE, Role.OBSERVE)
     callbacks, ranks = trainer.callbacks, trainer.ranks
     hooks = {name: sparse.HOOKS[:1] if c.role in measures else sparse.HOOKS for name, c in callbacks.items()}
@@ -230,7 +230,7 @@ def _refuse_sparse(trainer: Context, optimizer: Optimizer) -> None:
 
 
 def _refuse_too_large(trainer: Context) -> None:
-    """Refuse a state that does not fit, while the weights are all of it that is there."""
+    """Refuse a training state that does not fit, while only the weights are allocated."""
     roles = {role for callback in trainer.callbacks.values() for role in (callback.role, *callback.also)}
     refuse_too_large(
         trainer.strategy, trainer.module, trainer.new_optimizer, trainer.ranks,
@@ -239,7 +239,7 @@ def _refuse_too_large(trainer: Context) -> None:
 
 
 def _open_data(trainer: Context, plan: Plan) -> Evaluator:
-    """Open the data; return what validates on it."""
+    """Open the data; return the evaluator of the validation data."""
     strategy, options, ranks = trainer.strategy, trainer.options, trainer.ranks
     trainer.loader = Loader(
         plan.source, plan.order, Split(trainer.batch, strategy.data_world, plan.accumulate), plan.data,

@@ -1,4 +1,4 @@
-"""How far a run is: what a checkpoint counts, and this process's clocks."""
+"""The progress of a run: the counters in a checkpoint, and this process's clocks."""
 
 import math
 import time
@@ -11,19 +11,19 @@ COUNTERS = {"step": int, "samples": int, "seconds": float, "validation": dict, "
 
 
 class TrainingState:
-    """The position of a run in its data and in time, and its validations.
+    """A run's progress in steps, data and time, and its validations.
 
     Attributes:
-        step: Steps that are done.
-        samples: Samples that are done, which is the position in the data.
-        seconds: Seconds of training, over all processes of the run, when they were last counted.
-        lag: Steps by which the weights are behind `step`, while a callback defers them.
-        validation: Metrics of the last validation, which was at `validated_step`.
-        bests: Validations that were the best when they came, the newest last: metric, value and step.
-        unwritten: Steps whose checkpoints could not be written, so that none of them is the best one to keep.
-        loaded: `step` and `validated_step` of the checkpoint that was restored; None before that.
-        started, saved_at, validated_at: Readings of `time.monotonic`. `started` is earlier by the seconds of previous
-            processes.
+        step: Completed steps.
+        samples: Samples trained on, which is the position in the data.
+        seconds: Training time over all processes of the run, as of the last `count_seconds`.
+        lag: Steps by which the weights lag behind `step` while a callback defers the update.
+        validation: Metrics of the last validation, at step `validated_step`.
+        bests: Validations that were the best so far when they ran, newest last: metric, value and step.
+        unwritten: Steps whose checkpoints could not be written, and so can't be kept as the best one.
+        loaded: `step` and `validated_step` of the restored checkpoint; None before the restore.
+        started, saved_at, validated_at: Readings of `time.monotonic`. `started` is shifted back by the seconds of
+            previous processes.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class TrainingState:
         self.start_clocks()
 
     def start_clocks(self) -> None:
-        """Count seconds, and the time to the next checkpoint and validation, from now on."""
+        """Start the clocks of training, of the next checkpoint and of the next validation."""
         now = time.monotonic()
         self.started, self.saved_at, self.validated_at = now - self.seconds, now, now
 
@@ -46,14 +46,14 @@ class TrainingState:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The best validation, or the best one whose checkpoint was written; empty without any."""
+        """The best validation whose checkpoint, if one was due, could be written; empty if there is none."""
         return next((found for found in reversed(self.bests) if found.get("step") not in self.unwritten), {})
 
     def note_best(self, metric: str, before: dict[str, Any]) -> bool:
-        """Record the last validation if it is better than the one `before`; return whether it is.
+        """Record the last validation if it is better than `before`; return whether it is.
 
         Args:
-            metric: A metric to minimise, or 'max NAME'. A record of another metric is replaced.
+            metric: The metric to minimise, or 'max NAME' to maximise. A record of another metric is replaced.
         """
         name, sign = parse_best(metric)
         value = self.validation.get(name, math.nan)

@@ -28,9 +28,9 @@ from trainer.process.environment import detect
 from trainer.redact import HIDDEN
 from trainer.run_dir import versions
 
-FIRST = 5  # samples that a message names
-OURS = ("", "echelon")  # launchers of which a command of ours starts all ranks
-ENDS = {  # other ends have finished
+FIRST = 5  # the most samples that a message names
+OURS = ("", "echelon")  # launchers for which our own command starts all ranks
+ENDS = {  # all other stop reasons count as finished
     "max_steps": ("finished", ""),
     "signal": ("stopped", ": a signal asked for it"),
     NOT_FINITE: ("stopped", ": the loss or the weights are not finite"),
@@ -38,7 +38,7 @@ ENDS = {  # other ends have finished
 
 
 def report(trainer: Context) -> None:
-    """Write the summary, which becomes `trainer.summary`, log the result, and export the model; on rank 0 only."""
+    """Write `trainer.summary` to its file, log the result, and export the model. Called on rank 0 only."""
     if trainer.rank:
         return
     task = call_summary(trainer.recipe)
@@ -47,7 +47,7 @@ def report(trainer: Context) -> None:
     exports, export = hasattr(trainer.recipe, "export"), trainer.run_dir / "export"
     averaged = trainer.eval_model is not trainer.module
     saved = trainer.checkpoint is not None and step_of(trainer.checkpoint) == trainer.step
-    has = trainer.strategy.whole or (saved and not averaged)  # a rank with a part of the model reads the checkpoint
+    has = trainer.strategy.whole or (saved and not averaged)  # else rank 0 reads the checkpoint
     exports_now = exports and trainer.stop_reason not in ("signal", NOT_FINITE) and has
     trainer.summary = {**numbers, **circumstances(trainer)}
     if exports_now:
@@ -55,7 +55,7 @@ def report(trainer: Context) -> None:
     try:
         write_json(file, trainer.summary)
     except OSError as error:
-        if trainer.stop_reason != "signal":  # a stopped run goes on from its checkpoint
+        if trainer.stop_reason != "signal":  # a stopped run resumes from its checkpoint
             raise
         log.warning("%s: can't be written: %s", file, error.strerror)
     how, why = ENDS.get(trainer.stop_reason, ("finished", f": {trainer.stop_reason}"))
@@ -67,7 +67,7 @@ def report(trainer: Context) -> None:
     if trainer.best:
         log.info("best        %s", best_in_words(trainer.best, trainer.checkpoint))
     if trainer.stop_reason == "signal" and trainer.checkpoint is not None:
-        log.info("go on with  %s", go_on(trainer.command.argv, trainer.checkpoint.parent))
+        log.info("resume with %s", go_on(trainer.command.argv, trainer.checkpoint.parent))
         if short := resume(trainer):
             log.info("or with     %s", short)
     if exports_now:
@@ -83,14 +83,14 @@ def report(trainer: Context) -> None:
 
 
 def best_in_words(best: Mapping[str, Any], checkpoint: Path | None) -> str:
-    """Return the best validation, and its checkpoint if that is kept beside the newest one."""
+    """Return the best validation, and its checkpoint if that is kept in addition to the newest one."""
     kept = checkpoint and folder(checkpoint.parent, best["step"])
     where = f", in {kept}" if kept and kept.is_dir() else ""
     return f"{best['metric']} {readable(best['value'])} at step {best['step']}{where}"
 
 
 def exported(trainer: Context) -> nn.Module:
-    """Return the validated model; if this rank has a part of it only, a new one with the last checkpoint's weights."""
+    """Return the validated model, or a new one with the last checkpoint's weights if this rank has only a part."""
     if trainer.strategy.whole:
         return trainer.eval_model
     model = on_host(trainer.recipe.model())
@@ -101,7 +101,7 @@ def exported(trainer: Context) -> nn.Module:
 def report_error(
     trainer: Context, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Note the error that ends a run, for its peers, its launcher and its folder. It is an `__exit__`."""
+    """Record the error that ends a run, for its peers, launcher and folder. Used as an `__exit__`."""
     if error is None:
         return
     tell_place(error, trainer)
@@ -122,15 +122,15 @@ def report_error(
 
 
 def done(trainer: Context) -> dict[str, int]:
-    """Return the steps and samples that are done: until the state is loaded, those of the checkpoint."""
+    """Return the completed steps and samples; before the state is loaded, the checkpoint's."""
     saved = {} if trainer.state.loaded else trainer.plan.manifest
     return {"steps": saved.get("step", trainer.step), "samples": saved.get("samples", trainer.samples)}
 
 
 def tell_place(error: Any, trainer: Context) -> None:
-    """Give an error the run's batch, and the samples of the micro-batch in which it came, for `errors.message`.
+    """Attach the run's batch and the current micro-batch's samples to an error, for `errors.message`.
 
-    Samples are no cause of a collective that fails.
+    Samples are left out for a failed collective, which they do not cause.
     """
     refs = getattr(error, "refs", None)
     error.given = f"batch={trainer.batch}, micro_batch={len(refs) if refs else trainer.plan.micro}"
@@ -143,10 +143,9 @@ def tell_place(error: Any, trainer: Context) -> None:
 
 
 def go_on(argv: Sequence[str] | None, saved: Path) -> str:
-    """Return the command that resumes a run from its folder of checkpoints: `last.pt` may be another run's by then.
+    """Return the command that resumes a run from its checkpoint folder, because `last.pt` may be another run's later.
 
-    If a launcher has started the ranks, the command names the launcher. Without a command line, return only the
-    setting.
+    If a launcher started the ranks, the command includes it. Without a command line, return only the setting.
     """
     if argv is None:
         return f"Options(resume='{saved}')"
@@ -158,7 +157,7 @@ def go_on(argv: Sequence[str] | None, saved: Path) -> str:
 
 
 def resume(trainer: Context) -> str:
-    """Return the short command that resumes a run; empty if it needs a launcher, or a setting that is not stored."""
+    """Return the short command that resumes a run; empty if it needs a launcher or a setting that is not stored."""
     file = trainer.run_dir / "config.yaml"
     if trainer.command.argv is None or detect(os.environ).launcher not in OURS or not file.exists():
         return ""
@@ -166,12 +165,12 @@ def resume(trainer: Context) -> str:
 
 
 def named(path: Path) -> str:
-    """Return the path as an argument that no command takes for an option."""
+    """Return the path as an argument that can't be mistaken for an option."""
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
 def quoted(path: Path) -> str:
-    """Return the path as a value that Hydra reads as this text."""
+    """Quote the path as a value for Hydra."""
     plain = re.fullmatch(r"[\w./@:+-][\w./@:+ -]*", str(path), re.ASCII)
     if plain:
         return str(path)
@@ -180,13 +179,13 @@ def quoted(path: Path) -> str:
 
 
 def export_from(trainer: Context, checkpoint: Path, folder: Path) -> str:
-    """Return the command that exports a checkpoint, with the settings that an export refuses to take from a config.
+    """Return the command that exports a checkpoint, with the settings that an export does not read from a config.
 
-    Without the run's config, return what a program does instead.
+    Without the run's config, return the equivalent in Python.
     """
     if not (trainer.run_dir / "config.yaml").exists():
         if trainer.stop_reason == "signal":
-            return "the run's end: it exports once it has gone on"
+            return "the run's end: it exports after a resume"
         return f"recipe.export, of a Trainer whose ranks have the whole model, with Options(resume='{checkpoint}')"
     allow = trainer.options.allow_targets
     trusted = [f"trainer.allow_targets=[{','.join(allow)}]"] if allow else []
@@ -196,7 +195,7 @@ def export_from(trainer: Context, checkpoint: Path, folder: Path) -> str:
 
 
 def earlier(run_dir: Path, step: int) -> dict[str, float]:
-    """Return the numbers in the summary of a finished run, whose resume makes no step and measures nothing."""
+    """Return the metrics in a finished run's summary, because resuming it makes no step and measures nothing."""
     summary = read_summary(run_dir / "summary.json")
     if summary.get("steps") != step:
         return {}

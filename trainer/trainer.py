@@ -1,4 +1,4 @@
-"""The trainer, as Python programs use it."""
+"""The `Trainer`, the entry point for Python programs."""
 
 import gc
 import os
@@ -28,24 +28,24 @@ from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, detect
 from trainer.setup import build, open_run
 
-OWN = {"dry", "given", "arguments", "loop", "places"}  # attributes of a Trainer; all others are its run's
+OWN = {"dry", "given", "arguments", "loop", "places"}  # a Trainer's own attributes; all others are its run's
 
 
 class Trainer:
-    """Trains a recipe's model. Other attributes than the methods are those of the run (see `trainer.context.Context`).
+    """Trains a recipe's model. Attributes other than methods are the run's (see `trainer.context.Context`).
 
     Args:
         recipe: The model, the data and the loss (see `trainer.recipe.Recipe`).
-        callbacks: Name -> callback, or a list, which names each after its class; the order here has no effect.
-        optimizer: From groups of parameters, as torch's optimizers take them.
+        callbacks: Name -> callback, or a list, in which each is named after its class. The order has no effect.
+        optimizer: Makes the optimizer from parameter groups, in the form of torch's optimizers.
         schedule: Factor on the optimizer's learning rates.
-        batch: Samples per optimizer step, over all ranks; `micro_batch` of them at a time per rank, `accumulate` times.
-        place: This process among the ranks; None looks for a launcher's variables.
+        batch: Samples per optimizer step over all ranks. Each rank runs `micro_batch` at a time, `accumulate` times.
+        place: This process among the ranks; None: read a launcher's variables.
         name: The first part of the name of the run's folder.
         command: What the command line adds.
 
     Raises:
-        ConfigError, DataError: For what can't work, before any step.
+        ConfigError, DataError: Something can't work. Raised before any step.
     """
 
     @check_arguments("")
@@ -73,7 +73,7 @@ class Trainer:
             data or DataOptions(), place or detect(os.environ, options.devices, options.nodes), name,
             command or Command(),
         )  # fmt: skip
-        # A further `fit` restores Echelon's own callbacks to this; a program's own keep their attributes.
+        # Another `fit` resets Echelon's own callbacks to this; a user's callbacks keep their attributes.
         own = [callback for callback in named.values() if type(callback).__module__.startswith("trainer.")]
         self.given = [(callback, deepcopy(vars(callback))) for callback in own]
         try:
@@ -84,16 +84,16 @@ class Trainer:
         self.places = places_of(self.loop)
 
     def fit(self, max_steps: int | None = None, max_epochs: float | None = None) -> dict[str, Any]:
-        """Train to the end, or until stopped. Weights, optimizer and callbacks are left as the last step made them.
+        """Train to the end, or until stopped. Weights, optimizer and callbacks keep the state of the last step.
 
-        A further `fit` is a new run in the same folder, which resumes the last checkpoint, up to other limits if these
+        Another `fit` starts a new run in the same folder, which resumes the last checkpoint, up to new limits if these
         are given.
 
         Returns:
             The content of summary.json, on every rank.
 
         Raises:
-            ConfigError: A further `fit` can't resume.
+            ConfigError: Another `fit` can't resume.
         """
         refuse_other_folder(self.places, places_of(self.loop))
         if self.loop.context.fitted:
@@ -103,7 +103,7 @@ class Trainer:
                 vars(callback).update(deepcopy(attributes))
             command = replace(self.arguments.command, spec=None)
             self.loop = start(replace(self.arguments, options=options, command=command))
-            gc.collect()  # the run before is a circle of references, and has the weights of its model
+            gc.collect()  # the previous run is a reference cycle that holds its model's weights
         elif max_steps is not None or max_epochs is not None:
             raise ConfigError("fit: limits are for a further fit; give the first ones as Options(max_steps=N)")
         summary = self.loop.fit()
@@ -115,11 +115,11 @@ class Trainer:
         return live.evaluate(self.loop.context, split)
 
     def predict(self, split: str = "val") -> Predictions:
-        """Return what `recipe.predict` gives for all samples of `recipe.data(split)`, in order. A collective."""
+        """Return the results of `recipe.predict` for all samples of `recipe.data(split)`, in order. A collective."""
         return live.predict(self.loop.context, split)
 
     def close(self) -> None:
-        """End the process groups of a run that does not train. The weights stay in `module`."""
+        """End the process groups of a run that will not train. The weights stay in `module`."""
         self.loop.close()
         self.dry.close()
 
@@ -133,14 +133,14 @@ class Trainer:
         return [*super().__dir__(), *dir(self.loop.context)]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the run, which refuses at the next step those that it does not have.
+        """Set an attribute of the run. Unknown attributes are refused at the next step.
 
         Raises:
-            ConfigError: It is a method's name.
+            ConfigError: The name is a method's.
         """
         if callable(getattr(Trainer, name, None)):
             raise ConfigError(f"trainer.{name}: is a method, which can't be replaced; define it in a class of your own")
-        own = name in OWN or "loop" not in vars(self)  # a subclass may have attributes before
+        own = name in OWN or "loop" not in vars(self)  # a subclass may set attributes earlier
         object.__setattr__(self if own else self.loop.context, name, value)
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ class Trainer:
 
 
 def start(given: RunArguments) -> Loop:
-    """Build a run. If it is refused, its folder, claim, log and process groups are undone."""
+    """Build a run. If it is refused, undo its folder, claim, log and process groups."""
     with ExitStack() as refused:
         context, plan = open_run(given, refused)
         loop = Loop(context, build(context, plan, given.optimizer))
@@ -157,12 +157,12 @@ def start(given: RunArguments) -> Loop:
 
 
 def places_of(loop: Loop) -> tuple[str, ...]:
-    """Return where the run's files and its checkpoints lie, seen from the current folder."""
+    """Return the paths of the run's files and checkpoints, resolved from the current folder."""
     return os.path.abspath(loop.context.run_dir), os.path.abspath(loop.checkpointer.folder)
 
 
 def refuse_other_folder(made: tuple[str, ...], now: tuple[str, ...]) -> None:
-    """Raise ConfigError if the current folder has changed since the run was made."""
+    """Raise ConfigError if the current folder has changed since the run was created."""
     for before, after in zip(made, now, strict=True):
         if before != after:
             raise ConfigError(
@@ -172,26 +172,26 @@ def refuse_other_folder(made: tuple[str, ...], now: tuple[str, ...]) -> None:
 
 
 def options_of_next(loop: Loop, max_steps: int | None, max_epochs: float | None) -> Options:
-    """Return the options of the run that resumes this one's last checkpoint.
+    """Return the options of a run that resumes this one's last checkpoint.
 
     Raises:
-        ConfigError: No step is left, the run has no checkpoint, or its ranks no longer work together.
+        ConfigError: No step is left, the run has no checkpoint, or its ranks have failed.
     """
     context: Context = loop.context
     if not context.closed and context.world > 1:
-        raise ConfigError("fit: the ranks of this run failed; make another Trainer, with trainer.resume to go on")
+        raise ConfigError("fit: the ranks of this run failed; make another Trainer, and resume with trainer.resume")
     folder = loop.checkpointer.folder
     if not locate.checkpoints(folder):
-        raise ConfigError(f"fit: {folder} has no checkpoint to go on from; make another Trainer")
+        raise ConfigError(f"fit: {folder} has no checkpoint to resume from; make another Trainer")
     limits = limits_of(loop, max_steps, max_epochs)
     return replace(context.options, resume=str(folder), run_dir=str(context.run_dir), **limits)
 
 
 def limits_of(loop: Loop, max_steps: int | None, max_epochs: float | None) -> dict[str, Any]:
-    """Return the options that limit the steps. Given ones replace both.
+    """Return the options that limit the steps. If a limit is given, it replaces both.
 
     Raises:
-        ConfigError: The run has made all of these steps, or a limit is none that `Options` takes.
+        ConfigError: The run has already done all of these steps, or `Options` refuses a limit.
     """
     max_steps, max_epochs = (
         checked(f"fit({name})", value, kinds_of(Options)[name])

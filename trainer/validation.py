@@ -1,4 +1,4 @@
-"""Computes metrics over the validation data, from sums and counts: each item has the same weight on every rank."""
+"""Computes validation metrics from sums and counts, so that each item has the same weight on every rank."""
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -27,7 +27,7 @@ from trainer.precision import Precision
 
 Metrics = dict[str, tuple[Tensor, int]]  # name -> sum and count
 TRIED = 2  # micro-batches of each rank, before step 1
-TRIES = ("metrics", "media", "validation_end")  # methods of a recipe, on these
+TRIES = ("metrics", "media", "validation_end")  # methods of a recipe that are tried on them
 NO_BATCH = (
     "gave no batch, or only batches of weight 0; return data that every validation can iterate over again: shards, a "
     "dataset or a list, not a generator"
@@ -35,28 +35,28 @@ NO_BATCH = (
 
 
 class Found(NamedTuple):
-    """Metrics and bad samples of a walk through the validation data, over all ranks."""
+    """Metrics and bad samples of one pass over the validation data, over all ranks."""
 
     values: dict[str, float]
-    names: list[str]  # of metrics, also of those that counted nothing
+    names: list[str]  # names of all metrics, including those with a count of 0
     batches: int
-    bad: int  # samples
-    first_bad: str  # why
+    bad: int  # number of bad samples
+    first_bad: str  # why the first of them is bad
 
 
 class Evaluator:
     """The recipe's metrics, or else its loss, over all validation data.
 
     Args:
-        split: The name of the data.
-        batches: For each data set, the prefix of its metrics, and a function that yields this rank's part of the data
-            once. The ranks' parts may be unequal, or empty.
+        split: The name of the split.
+        batches: Prefix of a data set's metrics -> a function that yields this rank's part of the data set. The parts
+            may be unequal or empty.
         samples: The number of samples in all parts; 0 if unknown.
-        max_bad: The share of the samples that may be unreadable.
-        replicas: The ranks whose buffers become those of the first; None: this rank's stay.
-        lockstep: Every forward pass needs all ranks. A rank without a batch repeats its last one, with weight 0.
-        data_rank: Of this rank. Samples that several ranks read count once.
-        stopping: Returns whether this rank has received a signal to stop.
+        max_bad: The fraction of the samples that may be unreadable.
+        replicas: The group over which the first rank's buffers are broadcast; None: each rank uses its own.
+        lockstep: Every forward pass needs all ranks. A rank without a batch repeats its last one with weight 0.
+        data_rank: This rank among those that read different samples. Samples that several ranks read count once.
+        stopping: Returns whether this rank has received a stop signal.
         beat: Called after each batch.
     """
 
@@ -82,18 +82,18 @@ class Evaluator:
         self.replicas, self.lockstep = replicas, lockstep
         self.stopping, self.beat = stopping, beat
         self.objects = MetricObjects(ranks.rank, ranks.world, ranks.group_of)
-        self.media: dict[str, Any] = {}  # of this rank's first batch of the last validation
-        self.empty = set[str]()  # metrics of which a warning has said that they counted nothing
-        self.asks = False  # for media, at the next batch
-        self.walking = False  # in lockstep, the others wait for this rank's word at the next batch
-        self.apart = False  # ranks may be in different collectives: one has failed in lockstep, or has not come in time
+        self.media: dict[str, Any] = {}  # from this rank's first batch of the last validation
+        self.empty = set[str]()  # metrics with a count of 0 that a warning has already named
+        self.asks = False  # the next batch is used for media
+        self.walking = False  # in lockstep, the other ranks wait for this one at the next batch
+        self.apart = False  # ranks may be in different collectives, as one failed or timed out in lockstep
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, float] | None:
-        """Return the metrics, or None on all ranks if a signal to stop has ended the validation. A collective.
+        """Return the metrics, or None on all ranks if a stop signal interrupts the validation. A collective.
 
         Raises:
-            ConfigError, DataError: No rank counted an item, or too many samples are bad. Raised on all ranks.
+            ConfigError, DataError: All counts are 0, or too many samples are bad. Raised on all ranks.
             DistError: Another rank has failed.
         """
         share_buffers(model, self.replicas)
@@ -117,11 +117,13 @@ class Evaluator:
 
     @torch.no_grad()
     def try_out(self, watched: Mapping[str, str], model: nn.Module) -> None:
-        """Try the recipe's `metrics`, `media` and `validation_end`, or its data, on two micro-batches. A collective.
+        """Try the recipe's `metrics`, `media` and `validation_end` on two micro-batches. A collective.
+
+        Without these methods, only the data is read.
 
         Raises:
-            ConfigError: The recipe gives no metrics, or lacks one of `watched` (config key -> metric).
-            DataError: There is no batch on any rank.
+            ConfigError: The recipe returns no metrics, or lacks one of `watched` (config key -> metric).
+            DataError: No rank has a batch.
             DistError: Another rank has failed.
         """
         device = self.precision.device
@@ -143,12 +145,12 @@ class Evaluator:
                 raise ConfigError(f"{key}={name}: validation gives no such metric; {nearest(name, known)}")
 
     def _walk(self, model: nn.Module, most: int | None = None) -> "Found | None":
-        """Take the batches of each data set, then what ends it; return None at a signal. A collective.
+        """Run the batches and then `validation_end` of each data set; return None at a signal. A collective.
 
-        The recipe's `validation_end` may communicate, so it is called when no rank has failed before.
+        The recipe's `validation_end` may communicate, so it is called only if no rank has failed before.
 
         Args:
-            most: Batches of each data set; None: all.
+            most: The number of batches per data set; None: all.
         """
         names: dict[str, None] = {}
         values: dict[str, float] = {}
@@ -170,16 +172,16 @@ class Evaluator:
                 names |= {f"{prefix}/{name}": None for name in chain(*ranks, *ends)}
                 means = mean_of(ranks) | mean_of(ends)
                 values |= {f"{prefix}/{name}": value for name, value in means.items()}
-                if any(updated):  # the first rank that has a value gives it to all
+                if any(updated):  # the first rank that has a value broadcasts it
                     computed = self._on_ranks(partial(self.objects.compute, updated))
                     values |= {name: value for own in reversed(computed) for name, value in own.items()}
         return Found(values, list(names), batches, sum(bad.values()), first_bad)
 
     def _on_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """Do this rank's work; return what the work of each rank gave, a JSON value. A collective.
+        """Do this rank's work; return the JSON value that each rank's work returned. A collective.
 
         Raises:
-            DistError: The work of another rank has failed.
+            DistError: Another rank failed.
         """
         own = failure = None
         try:
@@ -204,9 +206,9 @@ class Evaluator:
     def _take_together(
         self, model: nn.Module, batches: Callable[[], Iterator[Micro]], most: int | None
     ) -> list[Any] | None:
-        """Take as `_take`; if that fails, tell the others at their next batch, where all end.
+        """Run `_take` in lockstep. A failure is reported to the others at their next batch, where all ranks end.
 
-        They never come to it if they wait for a pass of this rank. They get an error when its process ends.
+        Ranks that wait for a pass of this one never reach their next batch. They get an error when this process ends.
         """
         self.walking = True
         try:
@@ -220,11 +222,11 @@ class Evaluator:
             raise
 
     def _take(self, model: nn.Module, batches: Callable[[], Iterator[Micro]], most: int | None) -> list[Any] | None:
-        """Take this rank's batches of a data set; return None at a signal to stop.
+        """Run this rank's batches of a data set; return None at a stop signal.
 
         Returns:
-            The sum and count of each metric, the number of batches, and this rank among those with different data. Then
-            the number of its bad samples, and why the first of them is bad.
+            The sum and count of each metric, the number of batches, and `data_rank`. Then the number of this rank's bad
+            samples, and why the first of them is bad.
         """
         totals: dict[str, list[Any]] = {}
         bad: list[str] = []
@@ -239,7 +241,7 @@ class Evaluator:
                 done += 1
                 for name, (total, count) in measure(model, micro, counts).items():
                     both = totals.setdefault(name, [0.0, 0])
-                    if count:  # else the sum may be 0 / 0
+                    if count:  # otherwise the sum may be 0 / 0
                         both[0] += total.double()
                         both[1] += count
                 self.beat()
@@ -250,7 +252,7 @@ class Evaluator:
         return [sums, done, self.data_rank, len(bad), bad[0] if bad else ""]
 
     def _pass(self, model: nn.Module, micro: Micro, counts: bool) -> Metrics:
-        """Return the metrics of a batch; none of one that this rank repeats, which leaves nothing behind."""
+        """Return the metrics of a batch. A repeated batch, which does not count, returns none and leaves no state."""
         with nullcontext() if counts else kept(self._stateful(model)):
             try:
                 metrics = self.precision.cast(self._measure)(model, micro.batch, micro.weight)
@@ -261,11 +263,11 @@ class Evaluator:
         return metrics if counts else {}
 
     def _own_objects(self) -> list[Any]:
-        """Return the recipe's metric objects. `reset` leaves what some keep over validations, as extremes."""
+        """Return the recipe's metric objects. Some keep values, such as extremes, across a `reset`."""
         return [part for part in modules_in(getattr(self.recipe, "__dict__", {})) if hasattr(part, "compute")]
 
     def _stateful(self, model: nn.Module) -> list[Any]:
-        """Return the objects in which `metrics` may keep numbers until the end."""
+        """Return the objects in which `metrics` may accumulate numbers."""
         known = [part for metric in self.objects.objects.values() for part in parts_of(metric)]
         if not hasattr(self.recipe, "validation_end"):
             return known
@@ -273,7 +275,7 @@ class Evaluator:
         return [*known, self.recipe, *modules_in(own), *model.modules()]
 
     def _end(self, model: nn.Module) -> list[Any]:
-        """Return the sums and counts that the recipe gives at the end of a data set, and which objects there are."""
+        """Return the sums and counts of `validation_end`, and which metric objects were updated."""
         found: Any = {}
         if hasattr(self.recipe, "validation_end"):
             with suppress(OutputElsewhere):
@@ -281,20 +283,20 @@ class Evaluator:
         return [{name: [float(total), count] for name, (total, count) in found.items()}, self.objects.updated()]
 
     def _ask_media(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Return the recipe's media. Random numbers that it draws change no later batch."""
+        """Return the recipe's media. The random numbers it draws do not affect later batches."""
         try:
             with torch.random.fork_rng([self.precision.device] if self.precision.device.type == "cuda" else []):
                 media = check_media(self.precision.cast(self.recipe.media)(model, batch), "recipe.media()")
         except OutputElsewhere:
             if self.ranks.rank == 0:
-                log.warning("recipe.media(): rank 0 has a stage without output, so this validation has no media")
+                log.warning("recipe.media(): rank 0 runs a stage without output, so this validation has no media")
             return {}
         if self.ranks.rank:
             return {}
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in media.items()}
 
     def _passes(self, own: Iterator[Micro], bad: list[str], most: int | None) -> Generator[tuple[Micro | None, bool]]:
-        """Yield what `_alone` or `_together` yields, without batches whose samples are all bad."""
+        """Yield the micro-batches and whether each counts, skipping those whose samples are all bad."""
         for micro, counts in self._together(own, most) if self.lockstep else self._alone(own):
             if micro is not None:
                 bad += [each.why for each in micro.bad if counts]
@@ -302,18 +304,18 @@ class Evaluator:
                 yield micro, counts
 
     def _alone(self, own: Iterator[Micro]) -> Iterator[tuple[Micro | None, bool]]:
-        """Yield this rank's batches, all of which count, and None at a signal."""
+        """Yield this rank's batches, which all count, and None at a signal."""
         for micro in own:
             yield micro, True
             if self.stopping():
                 yield None, False
 
     def _together(self, own: Iterator[Micro], most: int | None) -> Iterator[tuple[Micro | None, bool]]:
-        """Yield as many batches on every rank: a rank without further ones repeats its last, which does not count."""
+        """Yield equally many batches on every rank. A rank that runs out repeats its last, which does not count."""
         last, done = None, 0
         while True:
             micro = None if done == most else next(own, None)
-            usable = micro is not None and micro.batch is not None  # else all of its samples are bad
+            usable = micro is not None and micro.batch is not None  # unusable if all of its samples are bad
             last = micro if usable else last
             word = (micro is not None, usable, last is None, bool(self.stopping()), False)
             more, passes, without, stopping, failed = self.ranks.agree(tuple(map(int, word)))()
@@ -324,7 +326,7 @@ class Evaluator:
                 return
             done += bool(passes)
             if passes and without:
-                raise DataError(f"{self.key}: has no batch for some ranks; give each rank at least one batch")
+                raise DataError(f"{self.key}: some ranks have no batch; give each rank at least one")
             if micro is not None:
                 yield micro, True
             if passes and not usable:

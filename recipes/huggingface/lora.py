@@ -47,7 +47,7 @@ def check_lora(given: Mapping[str, Any]) -> None:
 
 
 def adapted(model: nn.Module, given: Mapping[str, Any], missing: Collection[str]) -> nn.Module:
-    """Return the model with adapters, which train alone, beside the biases and modules that the settings name.
+    """Return the model with adapters. Only these train, with the biases and modules that the settings name.
 
     Hu et al. 2021, arXiv:2106.09685: W x + (lora_alpha / r) B A x, where B begins as zero and A at random.
 

@@ -49,7 +49,7 @@ class HuggingFace:
         text: The key of text to tokenize; None: samples have the model's inputs.
         max_length: Tokens of a text, at most; None: the tokenizer's.
         collator: A data collator of transformers; None: padding for text, else `default_data_collator`.
-        collator_args: Its arguments, beside the tokenizer.
+        collator_args: Its arguments, except the tokenizer.
         lr_scheduler_type: As in `TrainingArguments`, for `schedule=recipe`.
         lr_scheduler_kwargs: As in `TrainingArguments`.
         warmup_steps: As in `TrainingArguments`: steps, or below 1 a share of the run.

@@ -87,7 +87,7 @@ class RateOfPeaks(Rate):
 def refuse_other_steps(given: dict[str, Any], total: int | None, batch: int, samples: int) -> None:
     """Refuse a file of TrainingArguments with which transformers makes another number of steps than Echelon.
 
-    transformers ends a step at the end of an epoch, short of micro-batches or of samples. Echelon's steps go on into
+    transformers ends a step at the end of an epoch, short of micro-batches or of samples. Echelon's steps continue into
     the next epoch.
 
     Raises:

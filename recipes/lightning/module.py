@@ -1,4 +1,4 @@
-"""Makes a LightningModule callable through wrappers: its forward pass runs a step if it is told which."""
+"""Makes a LightningModule callable through wrappers: its forward pass runs the step that it is given."""
 
 import inspect
 from collections.abc import Collection, Mapping

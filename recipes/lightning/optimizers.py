@@ -70,7 +70,7 @@ class Configured:
         if getattr(made.scheduler, "optimizer", self.optimizer) is not self.optimizer:
             raise ConfigError(f"{KEY}: a scheduler is of another optimizer than the one returned; return its own")
         if made.on_plateau and not made.monitor:
-            raise ConfigError(f"{KEY}: ReduceLROnPlateau needs a metric; return monitor, such as 'val_loss', beside it")
+            raise ConfigError(f"{KEY}: ReduceLROnPlateau needs a metric; return monitor, such as 'val_loss', with it")
         if made.on_plateau and str(made.monitor).startswith(OF_TRAINING):
             raise ConfigError(
                 f"{KEY}: monitor={made.monitor!r}: ReduceLROnPlateau follows the validation; log a metric in "

@@ -67,7 +67,7 @@ class Lightning:
         self.configured: Configured | None = None
         self.own_optimizer = True  # `optimizer=recipe`
         self.passes = 0  # micro-batches of this step
-        self.ended: tuple[Any, ...] | None = None  # a batch whose end the module has not been told
+        self.ended: tuple[Any, ...] | None = None  # a batch whose end hooks of the module have not run
         self.predicted = 0  # batches of this rank, of the data that was opened last
         self.stages = set[str]()  # for which the data is set up
         self.loaders: dict[str, Any] = {}  # by split
@@ -92,7 +92,7 @@ class Lightning:
 
     @cached_property
     def prototype(self) -> Any:
-        """A module that trains nothing: it has loaders, or tells what it overrides."""
+        """A module that trains nothing: it supplies loaders, or shows which methods are overridden."""
         return self._make_module()
 
     @cached_property
@@ -210,7 +210,7 @@ class Lightning:
         return batch
 
     def end_batch(self, module: Any) -> None:
-        """Tell the module that the batch before is done."""
+        """Call the module's hooks for the end of the previous batch."""
         if self.ended:
             module.on_train_batch_end(*self.ended)
         self.ended = None

@@ -37,7 +37,7 @@ def stopped(result: Result, cwd: Path) -> int:
 
 def go_on(result: Result, cwd: Path, *more: str) -> Result:
     """By the command that it has printed."""
-    (command,) = re.findall("^go on with  (.*)$", result.out, re.MULTILINE)
+    (command,) = re.findall("^resume with (.*)$", result.out, re.MULTILINE)
     return run([], cwd, [*shlex.split(command), *more], timeout_s=110)
 
 

@@ -51,7 +51,7 @@ def test_two_steps_and_a_validation_leave_nothing(tmp_path, capsys):
     assert (summary["steps"], summary["stopped"], summary["checkpoint"]) == (2, "dry_run", None)
     assert summary["val/loss"] > 0 and left(tmp_path) == ["tmp"]
     assert "dry run: nothing is sent to a server, so sends is left out\n" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="has no checkpoint to go on from"):
+    with pytest.raises(ConfigError, match="has no checkpoint to resume from"):
         trainer.fit()
 
 

@@ -134,7 +134,7 @@ def test_a_model_in_parts_is_evaluated_before_its_run_alone():
 def test_a_run_that_goes_on_is_not_read():
     trainer = make(Place())
     trainer.loop.context.world, trainer.loop.context.fitted = 2, True  # as a callback on one of two ranks
-    why = "evaluate: the run goes on, or has failed; call it after fit, or make another Trainer"
+    why = "evaluate: the run is still training, or has failed; call it after fit, or make another Trainer"
     assert refused(trainer.evaluate) == why
 
 

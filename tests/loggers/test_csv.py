@@ -100,7 +100,7 @@ def test_a_full_disk_delays_a_new_column(tmp_path, monkeypatch, messages):
         ("1", False), ("2", False), ("3", False), ("4", False), ("5", True), ("6", True), ("6", False)
     ]  # fmt: skip
     assert [text for text in messages if "csv" in text and "wait" in text] == [
-        "runs/r/metrics.csv: can't be written anew: No space left on device; new columns wait"
+        "runs/r/metrics.csv: can't be rewritten: No space left on device; new columns wait"
     ]
 
 

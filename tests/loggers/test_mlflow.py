@@ -222,7 +222,7 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path, monkeypatch, server, m
         make(callbacks={"mlflow": MLflow(link.uri, "tests"), "z": Cuts()}, log_every_steps=1).fit()
     assert [step for step, _ in history(server, "train/loss")] == [1, 2, 3, 4]
     told = [text for text in messages if text.startswith("mlflow:")]
-    assert len(told) == 2 and "training goes on, and writes wait" in told[0] and told[1] == "mlflow: answers again"
+    assert len(told) == 2 and "training continues, and writes wait" in told[0] and told[1] == "mlflow: answers again"
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ def test_calls_come_in_order_once_the_server_answers(messages):
     send(server := Server(3), 6)
     assert server.got == [0, 1, 2, 4, 5]
     assert messages == [
-        "mine: refused by HOST; training goes on, and writes wait until there is an answer",
+        "mine: refused by HOST; training continues, and writes wait until there is an answer",
         "mine: answers again",
-        "mine: 3 is too much; training goes on, and this is left out",
+        "mine: 3 is too much; training continues, and this is left out",
     ]
 
 

@@ -162,7 +162,7 @@ def test_a_server_that_does_not_answer(monkeypatch, messages):
     train(mode="online")
     assert history(offline_runs()[0]).keys() == {1, 2, 3, 4}
     (told,) = [text for text in messages if text.startswith("wandb: ")]
-    assert "connection refused; training goes on, and the run is kept offline" in told
+    assert "connection refused; training continues, and the run is kept offline" in told
 
 
 @pytest.mark.slow

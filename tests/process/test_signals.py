@@ -52,7 +52,7 @@ def test_the_first_ctrl_c_stops_with_a_checkpoint_and_the_printed_command_goes_o
     assert (result.code, result.err) == (75, "")
     assert steps(tmp_path) in (7, 8)  # the signal comes at the end of step 7
     assert result.out.count("SIGINT: stopping after this step with a checkpoint; a second SIGINT stops now\n") == 1
-    (command,) = re.findall("^go on with  (.*)$", result.out, re.MULTILINE)
+    (command,) = re.findall("^resume with (.*)$", result.out, re.MULTILINE)
     words = shlex.split(command)
     start = words.index("--config-dir")
     assert words[:start] in (MAIN, [str(Path(sys.executable).with_name("echelon"))])

@@ -243,7 +243,7 @@ def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, caps
     options = replace(options, run_dir="runs/s")
     Trainer(Exporting(), {"stops": Stops(False)}, batch=12, options=options, data=DataOptions(0)).fit()
     told = capsys.readouterr().out
-    assert "go on with  Options(resume='ckpt/s')\nexport with the run's end: it exports once it has gone on\n" in told
+    assert "resume with Options(resume='ckpt/s')\nexport with the run's end: it exports after a resume\n" in told
 
 
 def test_a_run_made_in_python_has_no_config_to_export_from(tmp_path, monkeypatch):

@@ -48,12 +48,12 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, file):
 @pytest.mark.parametrize(
     "name, told",
     [
-        ("my-task", "is no name of a recipe"),
-        ("../x", "is no name of a recipe"),
-        ("Task", "is no name of a recipe"),
-        ("class", "is no name of a recipe"),
-        ("_", "is no name of a recipe"),
-        ("_1", "is no name of a recipe"),
+        ("my-task", "is not a valid recipe name"),
+        ("../x", "is not a valid recipe name"),
+        ("Task", "is not a valid recipe name"),
+        ("class", "is not a valid recipe name"),
+        ("_", "is not a valid recipe name"),
+        ("_1", "is not a valid recipe name"),
         ("points", "Points has a meaning of its own in the files"),
         ("true", "True has a meaning of its own in the files"),
         ("null", "Null has a meaning of its own in the files"),

@@ -157,9 +157,9 @@ def test_overrides_are_those_of_the_command(here):
     "words, told",
     [
         (["recipe=bert_tiny"], "recipe=bert_tiny: a resume keeps its recipe; leave this out"),
-        (["-m", "optimizer.lr=1,2"], "-m: a resume goes on with one run; leave -m out"),
-        (["trainer.run_dir=runs/s"], "trainer.run_dir=runs/s: a resume goes on in the run's own folder runs/r; leave"),
-        (["trainer.run_dir=null"], "trainer.run_dir=null: a resume goes on in the run's own folder runs/r; leave"),
+        (["-m", "optimizer.lr=1,2"], "-m: a resume continues one run; leave -m out"),
+        (["trainer.run_dir=runs/s"], "trainer.run_dir=runs/s: a resume continues in the run's own folder runs/r"),
+        (["trainer.run_dir=null"], "trainer.run_dir=null: a resume continues in the run's own folder runs/r; leave"),
         (["optimizer=sdg"], "optimizer=sdg: there is no such optimizer; did you mean sgd"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_run_made_in_python(tmp_path, monkeypatch):
     ):
         tool.resume(Path("runs/r"), [])
     Path("runs/r/metrics.jsonl").touch()
-    told = "RUN=runs/r: this run has no config.yaml, which a Trainer made in Python does not write; go on in Python, "
+    told = "RUN=runs/r: this run has no config.yaml, which a Trainer made in Python does not write; resume in Python, "
     with pytest.raises(ConfigError, match=re.escape(f"{told}with Options(run_dir='runs/r', resume='auto')")):
         composed(Path("runs/r"), [])
 
@@ -231,7 +231,7 @@ def test_a_stopped_run_names_the_command(here):
     """The command that goes on with a resumed run is that of the resume."""
     done = resume(here, "callbacks.probe.step=6")
     assert done.code == 75, (done.out, done.err)
-    (command,) = re.findall("^go on with  (.*)$", done.out, re.MULTILINE)
+    (command,) = re.findall("^resume with (.*)$", done.out, re.MULTILINE)
     words = shlex.split(command)
     words = words[words.index("resume") :]
     assert words == ["resume", "runs/r", "callbacks.probe.step=6", "trainer.resume=ckpt/r"]

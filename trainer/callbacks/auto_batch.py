@@ -28,18 +28,18 @@ KEY = "callbacks.auto_batch"
 
 
 class AutoBatch(Callback):
-    """Chooses the micro-batch by memory. The batch stays, so the numbers are the same to rounding.
+    """Chooses the micro-batch by memory. The batch stays the same, so results differ only by rounding.
 
-    The rehearsal doubles the micro-batch until a pass does not fit, then bisects. A pass that does not fit on one rank
-    fits on none. If a later step runs out of memory on any rank, all ranks halve the micro-batch for the rest of the
-    run. They run that step again. For this, the ranks vote after the passes of each step, and reduce the gradients only
-    then. Until that, no rank waits for another, so a failed pass leaves no unfinished collective.
+    The rehearsal doubles the micro-batch until a pass runs out of memory on any rank, then bisects. If a later step
+    runs out of memory on any rank, all ranks halve the micro-batch from then on and retry the step. For
+    this, the ranks vote after the passes of each step, and only then reduce the gradients. No rank waits for another
+    before the vote, so a failed pass leaves no unfinished collective.
 
-    Decisions are in the checkpoint, and in `splits.jsonl` in the folder of the run. A resume repeats them.
+    Decisions are stored in the checkpoint, and in `splits.jsonl` in the run's folder. A resume repeats them.
 
     Args:
-        max_micro: Samples of a micro-batch at most; null: a rank's part of the batch. On a CPU, which has no error of
-            memory to go by, null leaves the micro-batch of the config.
+        max_micro: Upper limit on the samples of a micro-batch; null: a rank's part of the batch. On a CPU, which raises
+            no out-of-memory error, null keeps the config's micro-batch.
     """
 
     role = Role.BATCH
@@ -67,7 +67,7 @@ class AutoBatch(Callback):
         world, batch, plan = trainer.strategy.data_world, trainer.batch, trainer.plan
         share = -(-batch // world)
         self.most = min(share, self.max_micro or (share if trainer.device.type == "cuda" else plan.micro))
-        self.micro = min(plan.micro, self.most)  # of the rehearsal
+        self.micro = min(plan.micro, self.most)  # the rehearsal's
         gpu = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu"
         gpus = sorted(set(trainer.ranks.gather(gpu)))
         made_with = {"world": world, "batch": batch, "max_micro": self.max_micro, "micro": plan.micro, "gpus": gpus}
@@ -107,7 +107,7 @@ class AutoBatch(Callback):
         log.info("auto_batch: micro-batches of at most %d samples (%s)", self.micro, probes)
         if trainer.device.type != "cuda" and not self.max_micro:
             log.info(
-                "auto_batch: a CPU tells no limit of memory, so none is looked for; callbacks.auto_batch.max_micro"
+                "auto_batch: a CPU reports no memory limit, so none is searched for; callbacks.auto_batch.max_micro"
             )
         self._decide(trainer, trainer.plan.manifest.get("samples", 0))
 
@@ -118,7 +118,7 @@ class AutoBatch(Callback):
         return not self._vote(trainer, not fit)
 
     def _passes(self, trainer: Context, run: ForwardBackward, data: Step, total: Callable[[], int]) -> list[Tensor]:
-        """Run the passes of a step on parts that fit, again if they do not, then reduce the gradients."""
+        """Run the passes of a step on parts that fit, retry with smaller ones if not, then reduce the gradients."""
         if self.probing:
             data.reduces = False
             return run(data, total)
@@ -140,13 +140,13 @@ class AutoBatch(Callback):
         return losses
 
     def _run_parts(self, kept: "Kept", run: ForwardBackward, total: Callable[[], int], losses: list[Tensor]) -> None:
-        """Run the passes on parts that fit, and put the loss of each batch into `losses`."""
+        """Run the passes on parts that fit, and append each batch's loss to `losses`."""
         losses.clear()
         parts = Parts(kept, self.micro, self.weigh, KEY)
         losses += parts.merge(run(parts, total))
 
     def _vote(self, trainer: Context, failed: bool) -> int:
-        """Return the ranks that have failed. If any has, forget the gradients. A collective."""
+        """Return the number of ranks that failed; if any did, drop the gradients. A collective."""
         (ranks,) = trainer.ranks.agree((int(failed),))()
         if ranks:
             drop_gradients(trainer.parameters, trainer.device)
@@ -156,7 +156,7 @@ class AutoBatch(Callback):
         """Halve the micro-batch for the rest of the run.
 
         Raises:
-            ConfigError: It is of one sample already.
+            ConfigError: It already has only one sample.
         """
         if self.micro == 1:
             raise ConfigError(
@@ -169,7 +169,7 @@ class AutoBatch(Callback):
             self._decide(trainer, trainer.samples + trainer.batch)
 
     def _decide(self, trainer: Context, samples: int) -> None:
-        """Load micro-batches of the new size from where no rank has loaded yet. A collective."""
+        """Use the new size from the first position that no rank has loaded yet. A collective."""
         asked = max(trainer.ranks.gather(self.asked))
         last = self.made.made[-1].position if self.made.made else 0
         self.made.add(samples, max(last, asked), {"micro": self.micro})
@@ -182,7 +182,7 @@ class AutoBatch(Callback):
 
 
 class Kept(Step):
-    """A step that can be iterated again: its batches stay until its end."""
+    """A step that can be iterated more than once: its batches are kept until it ends."""
 
     def __init__(self, step: Step) -> None:
         self.weights, self.rest = step.weights, iter(step)

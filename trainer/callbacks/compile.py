@@ -189,7 +189,7 @@ class Compile(Callback):
         return sum(sum(counter.graphs.values()) for counter in self.counters)
 
     def _refuse_more(self) -> None:
-        """Refuse to go on with eager blocks: a resumed run would compile them, and have other bits."""
+        """Refuse to continue with eager blocks, because a resumed run would compile them and get other bits."""
         for counter in self.counters:
             if counter.recompiles > self.max_recompiles:
                 raise ConfigError(

@@ -167,8 +167,8 @@ class SWA(Callback):
         steps = Duration.parse(given, key).steps(key, trainer.batch, plan.epoch_samples)
         if steps and plan.order is None:
             raise ConfigError(
-                f"{key}={given}: the model has BatchNorm, and recipe.data('train') is an "
-                "iterable, which can't be read beside the run; return a Dataset or shards, or set update_bn=0"
+                f"{key}={given}: the model has BatchNorm, and recipe.data('train') is an iterable, which can't be "
+                "read a second time during the run; return a Dataset or shards, or set update_bn=0"
             )
         return steps * trainer.batch
 

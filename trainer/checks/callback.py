@@ -1,4 +1,4 @@
-"""Checks callbacks of users: their hooks' parameters, what the hooks return, and what they set on the trainer."""
+"""Checks users' callbacks: their hooks' parameters and return values, and the attributes they set on the trainer."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ from trainer.checks.recipe import describe, number_of, other_parameters
 from trainer.data.batch import Split
 from trainer.errors import ConfigError, nearest
 
-# What a hook returns: the kind, and how a message calls it.
+# Hook -> the kind of its return value, and what a message calls it.
 RETURNED: Mapping[str, tuple[type, str]] = {
     "build_model": (nn.Module, "the nn.Module of build()"),
     "wrap_model": (nn.Module, "the nn.Module, wrapped or not"),
@@ -32,10 +32,10 @@ STATES = (*SAVED, "load_state_dict", "load_rank_state_dict", "merge_rank_states"
 
 
 def refuse_no_callback(key: str, callback: Any) -> None:
-    """Refuse what is no callback. A class or a name in the place of an object is named.
+    """Refuse anything but a callback, with a hint if it is a class or a name.
 
     Raises:
-        ConfigError: The message has the way to give an object.
+        ConfigError: The message says how to give an object.
     """
     if isinstance(callback, Callback):
         return
@@ -49,14 +49,14 @@ def refuse_no_callback(key: str, callback: Any) -> None:
 
 
 def refuse_other_hooks(name: str, callback: Callback) -> None:
-    """Raise ConfigError if a hook can't be called with the arguments of `Callback`'s own."""
+    """Raise ConfigError if a hook can't be called with the arguments that `Callback` declares."""
     for hook in (*HOOKS, *STATES):
         if other := other_parameters(getattr(callback, hook), getattr(Callback, hook)):
             raise ConfigError(f"callbacks.{name}.{hook}{other}")
 
 
 def refuse_other_value(name: str, hook: str, value: Any) -> None:
-    """Raise ConfigError if a hook that makes or wraps an object has returned none, or another kind."""
+    """Raise ConfigError if a hook that makes or wraps an object returned None or the wrong kind."""
     kind, expected = RETURNED.get(hook, (object, "the object that it was given, wrapped or not"))
     optimizer = hook == "wrap_optimizer" and not hasattr(value, "param_groups")
     if value is None or isinstance(value, type) or not isinstance(value, kind) or optimizer:
@@ -64,16 +64,16 @@ def refuse_other_value(name: str, hook: str, value: Any) -> None:
 
 
 def owner(call: Callable[..., Any], callbacks: Mapping[str, Callback]) -> str:
-    """Return the name of the callback whose hook this is, or of the function that stands for one."""
+    """Return the name of the callback that this hook belongs to, or of the function that replaces one."""
     own = getattr(call, "__self__", None)
     return next((name for name, callback in callbacks.items() if callback is own), getattr(call, "__name__", "hook"))
 
 
 def numbers_only(call: Callable[..., Any], metrics: dict[str, float], callbacks: Mapping[str, Callback]) -> None:
-    """Make plain numbers of what `call`, a hook, has added to `trainer.metrics`.
+    """Convert what the hook `call` has added to `trainer.metrics` into plain numbers.
 
     Raises:
-        ConfigError: A value is none.
+        ConfigError: A value is not a number.
     """
     for key, value in metrics.items():
         if type(value) is not float and type(value) is not int:
@@ -86,7 +86,7 @@ def numbers_only(call: Callable[..., Any], metrics: dict[str, float], callbacks:
 
 
 def saved(name: str, callback: Callback, hook: str) -> dict[str, Any]:
-    """Return what a hook gives for a checkpoint.
+    """Return the state that a hook supplies for a checkpoint.
 
     Raises:
         ConfigError: The value can't be saved. Echelon's own callbacks are not checked.
@@ -108,15 +108,15 @@ def saved(name: str, callback: Callback, hook: str) -> dict[str, Any]:
 def refuse_attributes(
     new: Iterable[str], replaced: Iterable[str], known: Iterable[str], callbacks: Mapping[str, Callback]
 ) -> None:
-    """Refuse attributes that were set on the trainer, and that nothing reads.
+    """Refuse attributes that were set on the trainer but that nothing reads.
 
     Args:
         new: Attributes that the trainer does not have.
-        replaced: Attributes of which it uses what set-up made.
-        known: All that it has.
+        replaced: Attributes that only take effect at set-up.
+        known: All attributes of the trainer.
 
     Raises:
-        ConfigError: The message names the callback that sets the attribute, if its source does.
+        ConfigError: The message names the callback, if its source shows that it sets the attribute.
     """
     for name in (*sorted(new), *replaced):
         where = next((f"callbacks.{c}.{hook}(): " for c, one in callbacks.items() for hook in setters(one, name)), "")
@@ -129,7 +129,7 @@ def refuse_attributes(
 
 
 def refuse_endless(max_steps: int | None, callbacks: Mapping[str, Callback]) -> None:
-    """Raise ConfigError if a run has no limit, and no callback that calls `trainer.stop`."""
+    """Raise ConfigError if a run has neither a limit nor a callback that calls `trainer.stop`."""
     ends = ("stop", "stop_reason")
     if max_steps is None and not any(setters(callback, name) for callback in callbacks.values() for name in ends):
         raise ConfigError(
@@ -139,6 +139,6 @@ def refuse_endless(max_steps: int | None, callbacks: Mapping[str, Callback]) -> 
 
 
 def setters(callback: Callback, name: str) -> list[str]:
-    """Return the methods of a callback's class that use this attribute of any object."""
+    """Return the methods of a callback's class that use an attribute of this name, on any object."""
     functions: dict[str, Callable[..., Any]] = dict(inspect.getmembers(type(callback), inspect.isfunction))
     return [method for method, function in functions.items() if name in function.__code__.co_names]

@@ -1,4 +1,4 @@
-"""Refuses a checkpoint of another run, and ranks, recipes and settings that do not go together."""
+"""Refuses a checkpoint of another run, and ranks, recipes and settings that are incompatible."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,15 +13,15 @@ from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.process.environment import node_range
 
-PASS = "epoch_samples"  # of batches; a rank's own iterable may have another number than rank 0's
-MOST_RANKS = 1 << 20  # a manifest with more ranks is refused
+PASS = "epoch_samples"  # for an iterable of batches; each rank's own may have a different number
+MOST_RANKS = 1 << 20  # the most ranks that a manifest may have
 
 
 def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
     """Return the callbacks that a resume compares.
 
-    A callback that distributes the model is left out, since any layout over ranks resumes any other. So is an observer,
-    which changes no weight.
+    Callbacks that distribute the model are excluded, because a checkpoint can be resumed with any layout. So are
+    observers, which change no weights.
     """
     return [
         name for name, callback in callbacks.items() if not (observes(callback) or overrides(callback, "distribute"))
@@ -29,7 +29,7 @@ def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
 
 
 def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
-    """Return a checkpoint's identity. Older versions listed observers with a state, which `stateful` leaves out."""
+    """Return a checkpoint's identity without observers with state, which older versions listed in it."""
     settings, listed = manifest.get("settings", {}), manifest["identity"].get("callbacks")
     if not isinstance(listed, list):
         return manifest["identity"]
@@ -62,14 +62,14 @@ def refuse_more(options: Options, world: int) -> None:
 
 
 def refuse_no_functions(data: DataOptions) -> None:
-    """Refuse what is no function in `data.decoders` and `data.map`; a config's names are functions by now."""
+    """Refuse non-functions in `data.decoders` and `data.map`. Names in a config are already resolved."""
     for key, functions in (("data.decoders", data.decoders), ("data.map", data.map)):
         for number, function in enumerate(functions):
             checked(f"{key}.{number}", function, Callable[..., Any])
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
-    """Refuse a recipe or a callback that lacks a method or whose methods take other parameters, and other objects."""
+    """Refuse a recipe or callback that is the wrong kind of object, lacks a method, or has wrong parameters."""
     if isinstance(recipe, type):
         raise ConfigError(f"recipe: is the class {recipe.__name__}, not an object of it; give {recipe.__name__}()")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
@@ -83,7 +83,7 @@ def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
 
 
 def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]]) -> None:
-    """Refuse ranks with different arguments or data: such ranks would train apart, or wait without end."""
+    """Refuse ranks with different arguments or data, because they would train apart, or hang."""
     first, *others = each(own)
     for rank, other in enumerate(others, start=1):
         for key in first | other:
@@ -95,7 +95,7 @@ def refuse_other_ranks(own: Mapping[str, Any], each: Callable[[Any], list[Any]])
 
 
 def settings_in_common(settings: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
-    """Return the settings that all ranks must share; a node may have paths, interfaces and loggers of its own."""
+    """Return the settings that all ranks must share. Paths, interfaces and loggers may differ per node."""
     observe = (name for name, callback in callbacks.items() if getattr(callback, "role", None) is Role.OBSERVE)
     loggers = tuple(f"callbacks.{name}." for name in observe)
     common = {key: value for key, value in settings.items() if not key.startswith(("trainer.", "nccl.", *loggers))}
@@ -103,7 +103,7 @@ def settings_in_common(settings: Mapping[str, Any], callbacks: Mapping[str, Call
 
 
 def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
-    """Refuse a valid manifest that no run has written: it may be a stranger's."""
+    """Refuse a manifest that is valid JSON but not written by a run, because it is not trusted."""
     kinds = {"run_dir": str, "samples": int, "world": int, "identity": dict, "buckets": list, "ddp": dict}
     wrong = [name for name, kind in kinds.items() if not fits(manifest.get(name), kind)]
     may = {"rank_states": list[str], "settings": dict, "versions": dict, "uneven": bool, "decisions": dict}
@@ -120,7 +120,7 @@ def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, An
     """Refuse a resume on another number of ranks if a callback can't merge the ranks' states.
 
     Raises:
-        ConfigError: The checkpoint has a state for each rank, and the callback has no merge_rank_states.
+        ConfigError: The checkpoint has a state per rank, and the callback has no merge_rank_states.
     """
     for name in sorted(callbacks.keys() & set(manifest.get("rank_states", ()))):
         if not overrides(callbacks[name], "merge_rank_states"):
@@ -132,17 +132,17 @@ def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, An
 
 
 def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Refuse another recipe's checkpoint, with both names: the fingerprint of the data would say nothing to a user."""
+    """Refuse another recipe's checkpoint by name, because a fingerprint of the data would mean nothing to a user."""
     was, now = str(manifest.get("settings", {}).get("recipe._target_", "")).rpartition(".")[2], type(recipe).__name__
     if was not in ("", now) and own["data"] != manifest["identity"]["data"] and "data" not in accept:
         raise ConfigError(
             f"trainer.resume: the checkpoint was written with recipe {was}, and this run has recipe {now}; choose "
-            f"recipe {was}, or start anew with trainer.resume=null"
+            f"recipe {was}, or start a new run with trainer.resume=null"
         )
 
 
 def refuse_other_pass(was: Any, now: int, accepted: bool) -> None:
-    """Refuse a resume whose passes over an iterable have other samples: it would begin in the middle of a pass.
+    """Refuse a resume if a pass over the iterable has another number of samples, because it would start mid-pass.
 
     Raises:
         ConfigError: The difference is not `accepted`.
@@ -160,7 +160,7 @@ def refuse_other_pass(was: Any, now: int, accepted: bool) -> None:
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Refuse a resume if a key that both have differs and is not in `accept`.
+    """Refuse a resume if a key present in both differs and is not in `accept`.
 
     Raises:
         ConfigError: The message names each key, both values, and the setting that accepts the difference.

@@ -1,4 +1,4 @@
-"""Checks the parameters and the returned values of a recipe's methods."""
+"""Checks the parameters and return values of a recipe's methods."""
 
 import inspect
 import re
@@ -17,10 +17,10 @@ from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.recipe import Optional, Recipe
 
-MISSING = object()  # in the place of a loss: `recipe.loss` has raised
+MISSING = object()  # replaces the loss if `recipe.loss` raised
 METRICS = "a dict of name -> (sum, count), two numbers"
 ONE_NUMBER = "a tensor of one number, the mean over the batch"
-# Part of the text of an error in a backward pass, or of DDP -> the mistake in the recipe, and the way out.
+# Part of the text of an error in a backward pass, or of DDP -> the mistake in the recipe, and the fix.
 IN_PLACE = "modified by an inplace operation"
 MISTAKES = {
     "backward through the graph a second time": "its graph is freed already; keep tensors of earlier batches by "
@@ -36,16 +36,16 @@ WRAPPERS = {  # class -> the attribute that has the model, what to use instead
     "DataParallel": ("module", SPREADS),
     "DistributedDataParallel": ("module", SPREADS),
 }
-UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # of DDP; the numbers of parameters
+UNUSED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")  # DDP's text; the group has parameters' indices
 
 
 class CheckedLoss:
-    """`recipe.loss` with a check of its value, until one has passed. From then on, `compute` is `recipe.loss` itself.
+    """`recipe.loss` with a check of its value. Once a value has passed, `compute` is `recipe.loss` itself.
 
     Args:
-        weight: Counts the items of a batch. A loss of no items needs no gradient.
-        defers: A callback steps weights during a pass, so a change in place may not be the recipe's.
-        elsewhere: The parameters that the recipe has outside of the model, by id.
+        weight: Counts the items of a batch. A loss over no items needs no gradient.
+        defers: Whether a callback steps weights during a pass, so that an in-place change may not be the recipe's.
+        elsewhere: Parameters of the recipe outside of the model, by id.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class CheckedLoss:
         return loss
 
     def explain(self, error: Exception, loss: Any, model: nn.Module) -> ConfigError | None:
-        """Return the mistake in the recipe from which `error` in a pass comes; None for an error of `loss` itself.
+        """Return the mistake in the recipe that caused `error` in a pass; None if `loss` itself raised it.
 
         Args:
-            loss: The value of a later call than the first, which was not checked; or `MISSING`.
-            model: The model that `loss` was called with.
+            loss: The unchecked value of a call after the first, or `MISSING`.
+            model: The model with which `loss` was called.
         """
         text = str(error)
         if unused := UNUSED.search(text):
@@ -102,7 +102,7 @@ class CheckedLoss:
 
 
 def parameters_elsewhere(recipe: Any, model: nn.Module) -> dict[int, str]:
-    """Return the parameters that attributes of the recipe have and the model has not: id -> name."""
+    """Return the parameters in the recipe's attributes that are not the model's: id -> name."""
     known, found = set(map(id, model.parameters())), dict[int, str]()
     for name, value in getattr(recipe, "__dict__", {}).items():
         own = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
@@ -127,7 +127,7 @@ def refuse_trained_elsewhere(loss: Tensor, elsewhere: Mapping[int, str]) -> None
 
 
 def is_one_number(value: Any) -> bool:
-    """Return whether a value is a tensor of one number, which is not complex: its imaginary part would be lost."""
+    """Return whether a value is a tensor of one real number. A complex one would lose its imaginary part."""
     return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 
@@ -142,7 +142,7 @@ def not_one_number(loss: Any) -> ConfigError:
 
 
 def hint(value: Any) -> str:
-    """Return how to get a loss from what `recipe.loss` returned; empty if that can't be told."""
+    """Return how to get a loss from what `recipe.loss` returned; empty if unknown."""
     if isinstance(value, tuple) and value and isinstance(value[0], Tensor) and value[0].numel() == 1:
         return ", such as its first item"
     return "; a function without `return` gives None" if value is None else ""
@@ -153,7 +153,7 @@ def without_gradient(loss: Tensor) -> ConfigError:
 
 
 def unused_parameters(numbers: str, model: nn.Module) -> str:
-    """Return the names of the parameters with these numbers, and the way out."""
+    """Return the names of the parameters with these indices, and the fix."""
     names = [name for name, p in getattr(model, "module", model).named_parameters() if p.requires_grad]
     own = [names[i] for i in map(int, numbers.split()) if i < len(names)]
     more = f" and {len(own) - 3} more" if len(own) > 3 else ""
@@ -174,7 +174,7 @@ def refuse_other_parameters(recipe: Any) -> None:
 
 
 def other_parameters(method: Callable[..., Any], expected: Callable[..., Any]) -> str:
-    """Return how a bound method differs from the function that it should be; empty if it can be called alike."""
+    """Return how a bound method's parameters differ from the expected ones; empty if it can be called alike."""
     names = list(inspect.signature(expected).parameters)[1:]
     try:
         own = inspect.signature(method)
@@ -189,7 +189,7 @@ def other_parameters(method: Callable[..., Any], expected: Callable[..., Any]) -
 
 
 def refuse_no_tensors(model: nn.Module) -> None:
-    """Raise ConfigError if a model's state has more than tensors, as `get_extra_state` may give."""
+    """Raise ConfigError if a model's state has anything but tensors, for example from `get_extra_state`."""
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
@@ -199,10 +199,10 @@ def refuse_no_tensors(model: nn.Module) -> None:
 
 
 def build_model(recipe: Any) -> nn.Module:
-    """Call `recipe.model`. A model that is compiled or distributed already is taken out of its wrapper.
+    """Call `recipe.model`, and unwrap a model that is already compiled or distributed.
 
     Raises:
-        ConfigError: The recipe returns no module.
+        ConfigError: The recipe does not return a module.
     """
     model = unwrapped(recipe.model())
     if not isinstance(model, nn.Module):
@@ -218,10 +218,10 @@ def build_model(recipe: Any) -> nn.Module:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside of torch.compile's, DataParallel's or DDP's wrapper, whose names a checkpoint would have.
+    """Remove the wrapper of torch.compile, DataParallel or DDP, whose parameter names would end up in checkpoints.
 
     Raises:
-        ConfigError: FSDP has cut the parameters already.
+        ConfigError: FSDP has already sharded the parameters.
     """
     name = type(model).__name__
     if name == "FullyShardedDataParallel" or any("FSDPModule" in kind.__name__ for kind in type(model).__mro__):
@@ -236,7 +236,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def refuse_wrapped_parts(model: nn.Module) -> None:
-    """Raise ConfigError for a wrapper inside of the model, whose names a checkpoint would have, and for TorchScript."""
+    """Raise ConfigError for TorchScript, and for a wrapper inside the model, whose names would get into checkpoints."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("recipe.model(): is TorchScript, which callbacks can't change; return the nn.Module itself")
     for name, part in model.named_modules():
@@ -259,17 +259,17 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def refuse_complex(model: nn.Module, key: str, why: str) -> None:
-    """Raise ConfigError if a setting that takes real weights alone has a complex one to train."""
+    """Raise ConfigError if a setting that needs real weights meets a complex one that trains."""
     name = next((name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()), None)
     if name is not None:
         raise ConfigError(f"{key}: {why}, and {name} is complex; leave it out, or keep the weight as two real ones")
 
 
 def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor, int]]:
-    """Return what `recipe.metrics` or another method returned, with counts as plain ints.
+    """Check what `recipe.metrics` or a similar method returned; return it with counts as plain ints.
 
     Raises:
-        ConfigError: `found` is not a dict of name -> (sum, count), or a count is less than 0.
+        ConfigError: `found` is not a dict of name -> (sum, count), or a count is negative.
     """
     if not isinstance(found, Mapping):
         raise refusal(method, found, METRICS)
@@ -311,12 +311,12 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
     """Return `weight(batch)` as an int.
 
     Raises:
-        ConfigError: The weight is not a whole number, or less than 0.
+        ConfigError: The weight is not a whole number, or is negative.
     """
     count = weight(batch)
     try:
         items = int(count)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's, of a tensor of several numbers
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises the last for several numbers
         items = -1
     if items < 0 or items != count:
         given = count if isinstance(count, int | float) else f"a value of type {type(count).__name__}"
@@ -325,7 +325,7 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
 
 
 def call_summary(recipe: Any) -> dict[str, float]:
-    """Return what `recipe.summary` returns; an empty dict without one.
+    """Return the numbers of `recipe.summary`; an empty dict if the recipe has none.
 
     Raises:
         ConfigError: The value is not a dict of name -> number.
@@ -341,7 +341,7 @@ def call_summary(recipe: Any) -> dict[str, float]:
 
 
 def check_rates(recipe: Any) -> None:
-    """Raise ConfigError if a recipe's number for the speed of training is none."""
+    """Raise ConfigError if a recipe's attribute for perf/ metrics is not a number."""
     for name in ("tokens_per_sample", "flops_per_sample"):
         value = getattr(recipe, name, None)
         if value is not None and not isinstance(value, Real):
@@ -349,14 +349,14 @@ def check_rates(recipe: Any) -> None:
 
 
 def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
-    """Call `recipe.summary` on rank 0, and let no rank go on if it fails. A collective.
+    """Call `recipe.summary` on rank 0; raise on every rank if it fails. A collective.
 
     Args:
-        each: Gives every rank the values of all ranks.
+        each: Gathers the values of all ranks on every rank.
 
     Raises:
-        ConfigError: `summary` returns anything else than numbers.
-        DistError: `summary` failed on rank 0, and this is another rank.
+        ConfigError: `summary` returned something other than numbers.
+        DistError: `summary` failed on rank 0. Raised on the other ranks.
     """
     failure = None
     try:

@@ -1,4 +1,4 @@
-"""A dry run: two steps and a short validation in a folder that is removed. Nothing of the run stays."""
+"""A dry run: two steps and a short validation in a temporary folder, which is removed afterwards."""
 
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,16 @@ from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.loggers.sender import SendingLogger
 
-STEPS = BATCHES = 2  # of training; of a validation
-FOLDER = "echelon-dry-run"  # the run's, in a temporary folder
+STEPS = BATCHES = 2  # training steps; batches of a validation
+FOLDER = "echelon-dry-run"  # the run's folder, inside a temporary one
 
 
 class DryRun(Callback):
     """Ends the run after two steps.
 
     Args:
-        left_out: Names of the callbacks that would begin a run on a server.
-        batches: Of a validation.
+        left_out: Names of the callbacks that would create a run on a server.
+        batches: Number of batches in a validation.
     """
 
     role = Role.OBSERVE
@@ -42,7 +42,7 @@ def dried(options: Options, folder: Path) -> Options:
     """Return the options of a dry run whose files are in `folder`. An overfit run validates on its own batches.
 
     Raises:
-        ConfigError: The run would go on from a checkpoint, which a dry run does not.
+        ConfigError: The run would resume from a checkpoint, which a dry run does not do.
     """
     if options.resume is not None:
         raise ConfigError(f"trainer.dry_run=true: makes a new run, and trainer.resume={options.resume}; leave one out")
@@ -57,11 +57,11 @@ def dried(options: Options, folder: Path) -> Options:
 
 
 class DryFolder:
-    """The options and callbacks of a run. Those of a dry run get a temporary folder, which is removed with this object.
+    """The options and callbacks of a run. A dry run's get a temporary folder, which is removed with this object.
 
-    A dry run has no callback that sends to a server.
+    A dry run leaves out callbacks that send to a server.
 
-    A launcher that plans a dry run has given its ranks a folder already.
+    If a launcher has planned the dry run, its ranks already have a folder.
     """
 
     def __init__(self, options: Options, callbacks: Mapping[str, Callback]) -> None:

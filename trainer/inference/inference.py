@@ -1,4 +1,4 @@
-"""Metrics and predictions of a model over data that a recipe names, on the ranks of this process."""
+"""Computes metrics and predictions of a model over a recipe's data, on the connected ranks."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -27,14 +27,14 @@ from trainer.validation import Evaluator
 
 
 class Inference:
-    """Reads data of a recipe, split over the ranks: each sample is read by one rank.
+    """Runs a model over a recipe's data, split over the ranks: each sample is read by one rank.
 
     Args:
-        micro: Samples of one forward pass on one rank.
-        asked: `micro` goes before a data set's `validation_batch`.
-        replicas: The ranks whose buffers become those of the first; None: this rank's stay.
+        micro: Samples per forward pass on one rank.
+        asked: Whether `micro` overrides a data set's `validation_batch`.
+        replicas: The group over which the first rank's buffers are broadcast; None: each rank uses its own.
         lockstep: Every forward pass needs all ranks.
-        data_rank, data_world: Of this rank among those that read different samples.
+        data_rank, data_world: This rank among those that read different samples, and their number.
         beat: Called after each batch.
     """
 
@@ -81,14 +81,14 @@ class Inference:
         """Return what `recipe.predict` gives for all samples of `recipe.data(split)`, in their order. A collective.
 
         Raises:
-            ConfigError: The recipe has no `predict`, or it returns another number of rows than the batch has samples.
+            ConfigError: The recipe has no `predict`, or it returns a number of rows that is not the batch's.
             DataError: The data has no order over the ranks, or a sample can't be read.
             DistError: Another rank has failed.
         """
         if not callable(getattr(self.recipe, "predict", None)):
             kind = type(self.recipe).__name__
             raise ConfigError(f"recipe: {kind} has no method 'predict'; define predict(model, batch)")
-        source, loader = self._open(split, lambda batch: 1)  # data without targets has nothing to count
+        source, loader = self._open(split, lambda batch: 1)  # data without targets can't be weighed
         own, bad, failure = Predictions(), list[Bad](), None
         with closing(loader):
             try:
@@ -104,10 +104,10 @@ class Inference:
         return own.gathered(self.ranks)
 
     def _report_bad(self, bad: dict[int, tuple[int, str]], samples: int) -> None:
-        """Report the number of bad samples of each rank that has some, and why the first of them is bad.
+        """Report the number of bad samples, and why the first of them is bad.
 
         Raises:
-            DataError: There are too many.
+            DataError: There are too many bad samples.
         """
         count, first = sum(count for count, _ in bad.values()), next((why for _, why in bad.values()), "")
         if count > allowed(self.data.max_bad, samples):
@@ -136,7 +136,7 @@ class Inference:
         own.add(numbers, [str(source.reader.name(ref)[1]) for ref in refs], rows_of(output, len(refs)))
 
     def _open(self, split: str, weight: Callable[[Any], int] | None) -> tuple[Any, Loader]:
-        """Open the data, on rank 0 first, which may prepare files."""
+        """Open the data on rank 0 first, because it may prepare files."""
         if self.ranks.rank:
             self.ranks.each(None)
         timeout_s = self.ranks.timeout.total_seconds()
@@ -145,7 +145,7 @@ class Inference:
             self.ranks.each(None)
         if source is None:
             raise ConfigError(f"recipe.data({split!r}): is None; return data, or name another split")
-        if split == "train" and is_used_up(source):  # training takes it
+        if split == "train" and is_used_up(source):  # training would use it up
             why = "the iterable can be walked only once, so it may have no end"
             raise DataError(f"recipe.data('train'): {why}; return a Dataset, or name another split")
         for part in each_set(source, split).values():

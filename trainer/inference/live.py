@@ -1,4 +1,4 @@
-"""`Trainer.evaluate` and `Trainer.predict`: before a run its first weights, after a run its last ones."""
+"""`Trainer.evaluate` and `Trainer.predict`, with a run's first weights before it and its last ones after it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,17 +33,17 @@ def predict(trainer: Context, split: str) -> Predictions:
 
 @contextmanager
 def inference(trainer: Context, what: str) -> Iterator[Inference]:
-    """Make what reads data with the trainer's model. Ranks whose run has ended meet again meanwhile.
+    """Create an `Inference` with the trainer's model. Ranks whose run has ended reconnect for its duration.
 
     Raises:
-        ConfigError: The ranks' run goes on, has failed, or has ended and each rank has a part of the model.
+        ConfigError: The ranks' run is still training, has failed, or has ended and each rank has a part of the model.
     """
     several, strategy = trainer.world > 1, trainer.strategy
     if several and trainer.fitted and not (trainer.closed and strategy.whole):
         way = way_out(trainer, what)
         if trainer.closed:
             raise ConfigError(f"{what}: each rank has a part of the model; {way}")
-        raise ConfigError(f"{what}: the run goes on, or has failed; call it after fit, or {way}")
+        raise ConfigError(f"{what}: the run is still training, or has failed; call it after fit, or {way}")
     if not trainer.fitted:
         load_first_weights(trainer)
     options, again = trainer.options, several and trainer.closed
@@ -65,7 +65,7 @@ def inference(trainer: Context, what: str) -> Iterator[Inference]:
 
 
 def way_out(trainer: Context, what: str) -> str:
-    """Return what reads the run's data instead. The command needs a config, which a Trainer made in Python lacks."""
+    """Return the alternative: a command if the run has a config and a checkpoint, else another Trainer."""
     saved = folder_of(trainer)
     resume = f", with Options(resume='{saved}')" if locate.checkpoints(saved) else ""
     if resume and (trainer.run_dir / "config.yaml").exists():
@@ -75,7 +75,7 @@ def way_out(trainer: Context, what: str) -> str:
 
 
 def load_first_weights(trainer: Context) -> None:
-    """Load the weights with which `fit` would begin."""
+    """Load the weights with which `fit` would start."""
     resumed, manifest = trainer.plan.resumed, trainer.plan.manifest
     if resumed:
         sections = open_parts(resumed, manifest["files"], manifest["world"])

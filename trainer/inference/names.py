@@ -1,4 +1,4 @@
-"""Names callbacks that a program gives as a list."""
+"""Names callbacks that are given as a list."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,10 +10,10 @@ from trainer.loggers.progress.callback import Progress
 
 
 def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Mapping[str, Callback]:
-    """Return name -> callback. A callback of a list is named after its class. In a notebook a list gets `progress`.
+    """Return name -> callback. Callbacks in a list are named after their class; in a notebook, `progress` is added.
 
     Raises:
-        ConfigError: An item is no callback, or two have one name.
+        ConfigError: An item is not a callback, or two have the same name.
     """
     if isinstance(callbacks, Mapping):
         return callbacks  # pyright: ignore[reportReturnType] no mapping has callbacks as its keys
@@ -37,6 +37,6 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook, as Jupyter's or Colab's."""
+    """Return whether this process is a notebook kernel, such as Jupyter's or Colab's."""
     ipython = sys.modules.get("IPython")
     return hasattr(ipython.get_ipython() if ipython else None, "kernel")

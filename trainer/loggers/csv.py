@@ -11,7 +11,7 @@ from trainer.loggers.logger import Logger
 
 
 class CSV(Logger):
-    """The writer of metrics.csv, on rank 0. A new metric adds a column, and the file is then written anew.
+    """The writer of metrics.csv, on rank 0. A new metric adds a column, for which the file is rewritten.
 
     A resume drops the rows of later steps. A number that is not finite is `nan`, `inf` or `-inf`.
     """
@@ -59,7 +59,7 @@ class CSV(Logger):
         return [line for line in csv.reader(io.StringIO(whole)) if line]
 
     def _replace(self, columns: list[str], rows: list[list[str]]) -> None:
-        """Write the file anew. While the disk is full, rows keep the old columns."""
+        """Rewrite the file. While the disk is full, rows keep the old columns."""
         assert self.file
         try:
             write_whole(
@@ -68,7 +68,7 @@ class CSV(Logger):
             self.columns = columns
         except OSError as error:
             if not self.full:
-                log.warning("%s: can't be written anew: %s; new columns wait", self.file.path, error.strerror)
+                log.warning("%s: can't be rewritten: %s; new columns wait", self.file.path, error.strerror)
             self.full = True
             if not self.columns:
                 self.columns = columns

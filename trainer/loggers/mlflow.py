@@ -1,4 +1,4 @@
-"""Sends numbers, media and settings to an MLflow server. A resume goes on in the same run of MLflow."""
+"""Sends numbers, media and settings to an MLflow server. A resume continues the same MLflow run."""
 
 import json
 import os
@@ -74,7 +74,7 @@ class MLflow(SendingLogger):
         return sender
 
     def _start(self, file: Path, name: str, settings: dict[str, Value]) -> None:
-        """Go on with the run that `file` names, or make one."""
+        """Continue the run that `file` names, or create one."""
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 

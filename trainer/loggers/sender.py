@@ -1,4 +1,4 @@
-"""Makes the calls of a logger on a thread of their own: a server that is away neither delays nor ends the training."""
+"""Makes a logger's calls on a separate thread, so that an unreachable server neither delays nor ends training."""
 
 import threading
 import time
@@ -15,29 +15,29 @@ from trainer.log import log
 from trainer.loggers.logger import Logger
 from trainer.metrics.media import Histogram, Image, prepared
 
-MOST = 10_000  # calls that are kept while the server is away
+MOST = 10_000  # most calls that are queued while the server is unreachable
 
 
 class Sender:
-    """Calls in the order in which they were given. One that fails since the server is away is made again.
+    """Makes calls in order, and retries a call that failed because the server is unreachable.
 
-    Each trouble is one line in the log: calls that wait, calls that were refused, calls that were lost.
+    Each problem is logged in one line: calls that wait, calls that were refused, calls that were lost.
 
     Args:
-        name: Of the logger, for messages.
-        is_away: Returns whether an error of a call may pass. Calls with other errors are dropped.
+        name: The logger's name, for messages.
+        is_away: Returns whether a call's error may be temporary. Calls with other errors are dropped.
     """
 
     def __init__(self, name: str, is_away: Callable[[Exception], bool]) -> None:
         self.name, self.is_away = name, is_away
         self.calls: deque[Callable[[], object]] = deque()
         self.changed = threading.Condition()
-        self.until = 0.0  # the time of the last try; 0: the run goes on
+        self.until = 0.0  # the time of the last try; 0: the run has not ended
         self.troubles: set[str] = set()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, call: Callable[[], object]) -> None:
-        """Make this call soon. Returns at once."""
+        """Queue this call. Returns at once."""
         with self.changed:
             lost = len(self.calls) >= MOST
             if not lost:
@@ -49,7 +49,7 @@ class Sender:
             self.thread.start()
 
     def close(self) -> None:
-        """Make the calls that wait, for at most `timeouts.LOGGER_S`."""
+        """Make the queued calls, for at most `timeouts.LOGGER_S`."""
         if not self.thread.ident:
             return
         with self.changed:
@@ -69,7 +69,7 @@ class Sender:
                 return
 
     def _pause(self) -> bool:
-        """Wait before another try. Return whether there is time for one."""
+        """Wait before a retry; return whether there is time for one."""
         with self.changed:
             if self.changed.wait_for(lambda: self.until, 0 if self.until else timeouts.LOGGER_PAUSE_S):
                 left = self.until - time.monotonic()
@@ -78,15 +78,15 @@ class Sender:
         return True
 
     def _call(self) -> bool:
-        """Make the first call, and return whether it is done."""
+        """Make the first call; return whether it is done."""
         try:
             self.calls[0]()
         except Exception as error:
             reason = printable(" ".join(str(error).split()))[:300] or type(error).__name__
             if self.is_away(error):
-                self._tell("away", f"{reason}; training goes on, and writes wait until there is an answer")
+                self._tell("away", f"{reason}; training continues, and writes wait until there is an answer")
                 return False
-            self._tell("refused", f"{reason}; training goes on, and this is left out")
+            self._tell("refused", f"{reason}; training continues, and this is left out")
         else:
             if "away" in self.troubles:
                 self.troubles.discard("away")
@@ -101,7 +101,7 @@ class Sender:
 
 
 class SendingLogger(Logger):
-    """A logger whose calls are made by a `Sender`. The first call begins the run of the logger's own."""
+    """A logger whose calls are made by a `Sender`. The first call starts the logger's own run."""
 
     sender: Sender | None = None
 

@@ -1,4 +1,4 @@
-"""Sends numbers, media and settings to Weights & Biases, or keeps them offline. A resume goes on in the same run."""
+"""Sends numbers, media and settings to Weights & Biases, or keeps them offline. A resume continues the same run."""
 
 import html
 import json
@@ -63,7 +63,7 @@ class WandB(SendingLogger):
         return sender
 
     def _start(self, folder: Path, settings: dict[str, Value]) -> None:
-        """Go on with the run that the folder's wandb.json names, or begin one."""
+        """Continue the run that the folder's wandb.json names, or create one."""
         import wandb
 
         file = folder / "wandb.json"
@@ -87,7 +87,7 @@ class WandB(SendingLogger):
             if mode == "offline":
                 raise
             reason = printable(" ".join(str(error).split()))[:200]
-            log.warning("wandb: %s; training goes on, and the run is kept offline", reason)
+            log.warning("wandb: %s; training continues, and the run is kept offline", reason)
             wandb.teardown()  # its process holds the run's id
             self.run, mode = init("offline"), "offline"
         offline = f"offline; wandb sync {Path(self.run.dir).parent} sends it"

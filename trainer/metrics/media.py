@@ -1,4 +1,4 @@
-"""Media that loggers take beside numbers: texts, images, and values for histograms, told apart by type and shape."""
+"""Media for loggers: texts, images, and values for histograms, distinguished by type and shape."""
 
 import struct
 import zlib

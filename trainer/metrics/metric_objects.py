@@ -1,4 +1,4 @@
-"""Takes torchmetrics' objects from a recipe: the recipe updates them, the end of a validation computes them."""
+"""Supports torchmetrics objects in a recipe, which updates them; they are computed at the end of a validation."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +16,12 @@ METHODS = ("update", "compute", "reset")  # of `torchmetrics.Metric`, which is n
 
 
 class MetricObjects:
-    """The objects of one validation data set, by name. `compute` of torchmetrics adds up the states of ranks.
+    """The metric objects of one validation data set, by name. torchmetrics' `compute` sums the ranks' states.
 
     Args:
-        rank: This one.
+        rank: This rank.
         world: The number of ranks.
-        new_group: Makes a group of these ranks. A collective of all ranks.
+        new_group: Creates a process group of these ranks. A collective over all ranks.
     """
 
     def __init__(self, rank: int, world: int, new_group: Callable[[list[int]], dist.ProcessGroup]) -> None:
@@ -31,13 +31,13 @@ class MetricObjects:
         self.objects: dict[str, Any] = {}
 
     def begin(self, prefix: str) -> None:
-        """Forget what a validation has left that did not end, and begin a data set, whose names have this prefix."""
+        """Clear what an interrupted validation left, and start a data set, whose metrics get this prefix."""
         for metric in self.objects.values():
             metric.reset()
         self.prefix, self.objects = prefix, {}
 
     def take(self, found: Any) -> Any:
-        """Return what the recipe returned, without the objects."""
+        """Remove the objects from what the recipe returned, and return the rest."""
         own = {name: value for name, value in found.items() if is_object(value)} if isinstance(found, Mapping) else {}
         self.objects |= {f"{self.prefix}/{name}": value for name, value in own.items()}
         return {name: value for name, value in found.items() if name not in own} if own else found
@@ -51,7 +51,7 @@ class MetricObjects:
         return {name: any(parts) or not parts for name, parts in called.items()}
 
     def compute(self, updated: Sequence[Mapping[str, bool]]) -> dict[str, float]:
-        """Return the value of each object that this rank has, over the batches of all ranks. A collective.
+        """Compute each of this rank's objects over the batches of all ranks. A collective.
 
         Ranks that have not updated an object do not take part, unless no rank has. An object that fails does not keep
         this rank from the collectives of the next one.
@@ -80,7 +80,7 @@ class MetricObjects:
         return values
 
     def _group(self, ranks: list[int]) -> Any:
-        """Return the group of these ranks, or `NOT_HERE` if this rank is none of them."""
+        """Return the process group of these ranks, or `NOT_HERE` if this rank is not one of them."""
         key = tuple(ranks)
         if key not in self.groups:
             self.groups[key] = self.new_group(ranks)
@@ -95,7 +95,7 @@ def is_object(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return the modules in an object: a collection has several metrics, a wrapper has another one."""
+    """Return the modules in an object: a collection has several metrics, and a wrapper contains another one."""
     return modules_in(value) or [value]
 
 
@@ -107,7 +107,7 @@ def modules_in(value: Any) -> list[nn.Module]:
 
 
 def numbers(name: str, value: Any) -> dict[str, float]:
-    """Return what an object has computed, by name: one number, or those of a collection.
+    """Return an object's computed value by name: one number, or several for a collection.
 
     Raises:
         ConfigError: A value is not one number.
@@ -123,7 +123,7 @@ def numbers(name: str, value: Any) -> dict[str, float]:
 
 @contextmanager
 def synced_over(metric: Any, group: Any) -> Iterator[None]:
-    """Let torchmetrics add up the states of the ranks in `group`; None: of those that it is set to."""
+    """Make torchmetrics sum the states over the ranks in `group`; None: over its default ranks."""
     parts = [part for part in parts_of(metric) if group is not None and hasattr(part, "process_group")]
     before = [part.process_group for part in parts]
     for part in parts:
@@ -137,7 +137,7 @@ def synced_over(metric: Any, group: Any) -> Iterator[None]:
 
 @contextmanager
 def kept(parts: Iterable[Any]) -> Iterator[None]:
-    """Put the attributes of objects back at the end: numbers, tensors, and the members of lists, sets and dicts."""
+    """Restore objects' attributes at the end: numbers, tensors, and the members of lists, sets and dicts."""
     attributes = [vars(part) for part in parts if hasattr(part, "__dict__")]
     before = [
         {name: copied(value) for name, value in own.items() if not (name.startswith("_") and isinstance(value, dict))}

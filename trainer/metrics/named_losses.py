@@ -1,4 +1,4 @@
-"""Measures the further losses of a recipe whose `loss` returns several by name."""
+"""Measures the additional losses of a recipe whose `loss` returns several by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -67,7 +67,7 @@ def further(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def combined(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the mean of each further loss over the items of all ranks, as `train/NAME`."""
+    """Return the mean of each additional loss over the items of all ranks, as `train/NAME`."""
     return {f"train/{name}": value for name, value in mean_of(ranks).items()}
 
 

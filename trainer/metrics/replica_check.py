@@ -1,4 +1,4 @@
-"""Compares the weights of all ranks bit for bit: ranks start from the same weights, and take the same steps."""
+"""Compares the weights of all ranks bit for bit, because equal starts and equal steps must keep them equal."""
 
 from collections import Counter
 
@@ -43,7 +43,7 @@ def check(trainer: Context) -> None:
 
 
 def _others(own: Tensor, group: dist.ProcessGroup | None, names: list[str]) -> tuple[list[int], str] | None:
-    """Return the ranks whose checksums differ from the majority's, and the first such name; None without any."""
+    """Return the ranks whose checksums differ from the majority's, and the first such tensor's name; None if none."""
     if group is None:
         return None
     rows = [torch.empty_like(own) for _ in range(group.size())]
@@ -56,5 +56,5 @@ def _others(own: Tensor, group: dist.ProcessGroup | None, names: list[str]) -> t
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum the tensor's bits as integers: one element that differs always changes the sum."""
+    """Sum the tensor's bits as integers. A single differing element always changes the sum."""
     return tensor.reshape(-1).view(INTEGERS.get(tensor.element_size(), torch.int64)).sum()

@@ -15,12 +15,12 @@ class TrainLoss:
     """The mean loss of a step over all ranks' items, at the steps that are logged.
 
     Args:
-        guarded: A callback decides what follows from a loss that is not finite.
+        guarded: Whether a callback handles a loss that is not finite.
 
     Attributes:
-        finite_at: The last logged step whose loss was finite; None before the first one.
-        since: The first of the logged steps in a row, up to the last one, whose losses are not finite; None for none.
-        streak: The number of these steps.
+        finite_at: The last logged step with a finite loss; None before the first one.
+        since: The first logged step of the current streak of non-finite losses; None if the last loss was finite.
+        streak: The length of this streak, in logged steps.
     """
 
     def __init__(self, ranks: Ranks, guarded: bool = False) -> None:
@@ -69,7 +69,7 @@ class TrainLoss:
 
     @property
     def ends(self) -> bool:
-        """Whether two losses in a row were not finite, so that further steps are in vain."""
+        """Whether two losses in a row were not finite, so that further steps are useless."""
         return self.streak > 1 and not self.guarded
 
     @property
@@ -78,7 +78,7 @@ class TrainLoss:
         return self.spoils or self.streak > 1 or (self.since is not None and self.finite_at is None)
 
     def refusal(self, step: int, checkpoint: str) -> NumericsError:
-        """Return the error of a run that ended since its numbers are not finite."""
+        """Return the error for a run that ended because its numbers are not finite."""
         fix = "lower optimizer.lr, or check the data or the loss"
         if self.finite_at is None:
             return NumericsError(f"train/loss was finite at no logged step up to step {step}; {fix}")

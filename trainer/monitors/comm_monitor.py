@@ -33,7 +33,7 @@ class CommMonitor(Callback):
     """Measures the collectives of a run as nccl-tests defines their numbers, without a wait for the device.
 
     DeepSpeed's CommsLogger synchronises the device after each operation, so nothing overlaps while it measures. Here,
-    CUDA events are recorded around a collective, and read when they have passed. On a CPU, a clock runs beside the
+    CUDA events are recorded around a collective, and read when they have passed. On a CPU, a clock runs around the
     blocking call, in the thread of the Reduce chain.
 
     DDP's own reducer makes its collectives in C++, which torch shows to nobody. This callback wraps the reduction, so

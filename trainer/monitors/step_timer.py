@@ -18,7 +18,7 @@ class StepTimer(Callback):
     """Adds `time/...`: mean seconds of a step and of its phases since the last logged step, over ranks.
 
     A clock is in one phase at a time, so the phases add up to the step. Communication is what the step waits for: a
-    reduction that runs beside a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
+    reduction that overlaps with a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
 
     `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest
     of these times minus the shortest, over the step. `time/data_max` is the wait for data of the rank that waits

@@ -1,4 +1,4 @@
-"""A parameter that another rank of a pipeline has."""
+"""A placeholder for a parameter on another rank of a pipeline."""
 
 import math
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 
 class Absent(nn.Parameter):
-    """A parameter that another stage has: its shape, dtype and device, and a single NaN as memory."""
+    """A placeholder for another stage's parameter: its shape, dtype and device, with a single NaN as memory."""
 
     def copy_(self, *_: Any, **__: Any) -> "Absent":
-        """Copy nothing: a state that is loaded has the parameters of all stages."""
+        """Ignore the copy, because a loaded state has the parameters of all stages."""
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Convert the one number that is there."""
+        """Convert the single number in memory."""
         return self.data.as_strided((), ()).to(*args, **kwargs).expand(self.shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":

@@ -1,4 +1,4 @@
-"""Attributes of a recipe and of modules that passes change, such as a hidden state: they are no buffers."""
+"""Attributes of a recipe and of modules that passes change although they are not buffers, such as a hidden state."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.errors import printable
 from trainer.log import log
 
-SMALL = 1 << 16  # values of a tensor that are copied, members of a list that are looked at: it may be a data set
+SMALL = 1 << 16  # the largest tensor that is copied, and the most list members that are read: it may be a data set
 PLAIN = (Tensor, tuple, list, dict, type(None))
 
 
@@ -28,7 +28,7 @@ def plain(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def tensors_kept(places: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Put back the attributes with tensors that discarded passes change: a hidden state. Counters count these passes.
+    """Restore attributes with tensors, such as a hidden state, after discarded passes. Counters keep their new values.
 
     A tensor of more than `SMALL` values that is changed in place stays changed.
     """
@@ -51,12 +51,12 @@ def tensors_kept(places: Iterable[dict[str, Any]]) -> Iterator[None]:
 
 
 def other(after: Any, before: Any) -> bool:
-    """Return whether an attribute has a tensor now, or had one, that it has not both times."""
+    """Return whether an attribute has gained, lost or replaced a tensor."""
     return list(map(id, tensors(after))) != list(map(id, tensors(before)))
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch whose members can be taken out of it: a copy of a dict or a list, not of tensors."""
+    """Return a shallow copy of a dict or a list, so that members can be removed; tensors are not copied."""
     return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
 
@@ -68,7 +68,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterator[Any]:
-    """Return the steps of a resumed run. Name the attributes with tensors that the first one changes."""
+    """Pass a resumed run's steps through; after the first, log which attributes with tensors it changed."""
 
     places, before = owners(recipe, module), dict[str, Any]()
 
@@ -85,13 +85,13 @@ def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterat
 
 
 def state_of(places: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[Tensor, int]]]:
-    """Return the tensors of each attribute, with the number of changes in place."""
+    """Return the tensors of each attribute, with their version counters."""
     values = {f"{owner}.{name}": tensors(value) for owner, own in places.items() for name, value in plain(own)}
     return {name: [(each, each._version) for each in found] for name, found in values.items()}
 
 
 def tell_unsaved(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> None:
-    """Log the names of attributes whose tensors are others: no checkpoint has them."""
+    """Log the names of attributes whose tensors have changed, because checkpoints do not contain them."""
     ids = {name: [(id(each), version) for each, version in found] for name, found in before.items()}
     changed = [n for n, found in after.items() if found and [(id(each), v) for each, v in found] != ids.get(n)]
     if changed:

@@ -1,4 +1,4 @@
-"""A second model in the layout of the trained one, with an average of its weights."""
+"""A second model in the layout of the trained one, which holds an average of its weights."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ from trainer.parallel.strategy import Strategy
 
 
 class AveragedModel:
-    """A copy of the trained model, whose weights follow those of the trained one. Making it is a collective.
+    """A copy of the trained model that averages its weights. The constructor is a collective.
 
     Memory: one copy of the model on its device.
 
@@ -31,9 +31,9 @@ class AveragedModel:
 
     @torch.no_grad()
     def copy_buffers(self, but: Collection[nn.Module] = ()) -> None:
-        """Copy all buffers but those of some layers of the copy.
+        """Copy all buffers, except those of the layers in `but`.
 
-        Also those that a forward pass has assigned, of another shape or for the first time.
+        Buffers that a forward pass has created or resized are copied too.
         """
         own, given = list(self.module.buffers()), list(self.trained.buffers())
         if [(b.shape, b.dtype) for b in own] != [(b.shape, b.dtype) for b in given]:
@@ -48,5 +48,5 @@ class AveragedModel:
 
 
 def own_parts(model: nn.Module) -> list[Tensor]:
-    """List the parts of the parameters that this rank has."""
+    """List this rank's parts of the parameters."""
     return [local(p.detach()) for p in model.parameters() if not isinstance(p, Absent)]

@@ -1,4 +1,4 @@
-"""BatchNorm over the samples of all ranks, by torch's SyncBatchNorm; running statistics of other weights."""
+"""BatchNorm over the samples of all ranks, with torch's SyncBatchNorm; running statistics for other weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def across_ranks(model: nn.Module, world: int, device: torch.device) -> nn.Modul
 
 
 def refuse_no_items(model: nn.Module) -> None:
-    """Refuse a micro-batch of weight 0: its pass has no backward, for which other ranks' SyncBatchNorm would wait.
+    """Refuse a micro-batch of weight 0, because it has no backward pass, for which other ranks would wait.
 
     Raises:
         DataError: The model has a SyncBatchNorm.
@@ -47,13 +47,13 @@ def refuse_no_items(model: nn.Module) -> None:
 
 
 def layers_with_statistics(model: nn.Module) -> list[_BatchNorm]:
-    """List the layers of BatchNorm whose running statistics follow the training data. Frozen layers are left out."""
+    """List the BatchNorm layers whose running statistics follow the training data. Frozen layers are left out."""
     layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return [layer for layer in layers if layer.training and layer.running_mean is not None]
 
 
 def normalises_by_batch(model: nn.Module) -> bool:
-    """Return whether a BatchNorm normalises by the samples of its micro-batch, on which the loss then depends."""
+    """Return whether a BatchNorm normalises by its micro-batch, so that the loss depends on the split."""
     layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return any(layer.training or layer.running_mean is None for layer in layers)
 
@@ -67,7 +67,7 @@ def statistics(layer: _BatchNorm) -> list[Tensor]:
 
 @contextmanager
 def cumulative(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Let the passes inside give new running statistics, in which each batch counts the same.
+    """Recompute running statistics in the passes inside, with equal weight for each batch.
 
     This is the rule of torch.optim.swa_utils.update_bn.
     """
@@ -84,9 +84,9 @@ def cumulative(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @torch.no_grad()
 def average_statistics(layers: Sequence[_BatchNorm], group: dist.ProcessGroup | None) -> None:
-    """Average the statistics of `cumulative` over the ranks of `group`, so that each batch of a rank counts the same.
+    """Average the statistics of `cumulative` over the ranks of `group`, with equal weight for each batch.
 
-    The result is that of one rank which sees the batches of all, to rounding. A collective; None: there is no other.
+    The result equals that of one rank which sees all batches, up to rounding. A collective; None: a single rank.
     """
     if group is None:
         return
@@ -96,7 +96,7 @@ def average_statistics(layers: Sequence[_BatchNorm], group: dist.ProcessGroup | 
     dist.all_reduce(flat, group=group)
     *sums, counts = flat.split([*(len(each) for each in sums), len(tensors)])
     for (mean, var, count), both, total in zip(tensors, sums, counts, strict=True):
-        if total > 0:  # else no pass has run the layer
+        if total > 0:  # otherwise no pass has run the layer
             mean.copy_(both[: len(mean)] / total)
             var.copy_(both[len(mean) :] / total)
         count.copy_(total)

@@ -30,11 +30,11 @@ class DDP:
 
     Args:
         arguments: Keywords of DistributedDataParallel.
-        reduce: The chain; None: DDP's own reducer, which is in C++.
+        reduce: The Reduce chain; None: DDP's own reducer, in C++.
         step: Returns the step whose gradients are reduced.
 
     Attributes:
-        constant_buffers: Names of buffers that are equal on all ranks, so DDP does not broadcast them.
+        constant_buffers: Names of buffers that are equal on all ranks, which DDP does not broadcast.
     """
 
     whole, lockstep, syncing = True, False, True
@@ -63,9 +63,9 @@ class DDP:
         self.lay_out({})
 
     def lay_out(self, arguments: dict[str, Any]) -> None:
-        """Wrap the model anew. The previous DDP is dropped first, with its buckets and its hooks on parameters.
+        """Wrap the model again, after dropping the previous DDP with its buckets and its hooks on parameters.
 
-        The first DDP sends the weights of rank 0, and no later one: they are equal then.
+        Only the first DDP broadcasts rank 0's weights, because they are equal afterwards.
         """
         self.arguments |= arguments
         first = self.model is self.module
@@ -93,10 +93,10 @@ class DDP:
         if isinstance(self.model, DistributedDataParallel):
             if self.model._check_sync_bufs_pre_fwd():
                 self.model._sync_buffers()
-            self.model.require_forward_param_sync = False  # until a pass that reduces
+            self.model.require_forward_param_sync = False  # until the next pass that reduces
 
     def reduce_gradients(self) -> None:
-        """Run a backward pass that adds zero to each gradient, so that DDP reduces what is there."""
+        """Reduce the accumulated gradients, with a backward pass that adds zero to each."""
         if isinstance(self.model, DistributedDataParallel):
             self.sync_gradients(True)
             zero = zero_loss(self.parameters, unused=False)
@@ -119,7 +119,7 @@ class DDP:
         return copied(self.module)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run two passes: DDP rebuilds its buckets after the first. With a static graph, run three."""
+        """Run two passes, because DDP rebuilds its buckets after the first; with a static graph, run three."""
         before = integer_buffers(self.module)
         for _ in range(3 if self.arguments["static_graph"] else 2):
             run_pass()
@@ -129,7 +129,7 @@ class DDP:
             self.model._assign_modules_buffers()
 
     def buckets(self) -> list[list[int]]:
-        """Return DDP's buckets. They decide the order of summation."""
+        """Return DDP's buckets, which determine the order of summation."""
         if not isinstance(self.model, DistributedDataParallel):
             return []
         assert self.model.logger is not None
@@ -142,7 +142,7 @@ class DDP:
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """Return the optimizer state of `owned`. Rank 0 saves all else."""
+        """Return the optimizer state of `owned`. Rank 0 saves everything else."""
         if self.owned is None:
             return {}
         own, states = own_names(self.module, self.owned), optimizer_state(optimizer, self.module).items()
@@ -157,12 +157,12 @@ class DDP:
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self.background and self.reduce
         done = self.background.submit(self.reduce, bucket.buffer(), Bucket.of(bucket.parameters(), self.step()))
-        # DDP takes an exception that a future holds for its value, but raises one from a `then`.
+        # DDP takes an exception in a future for its value, but raises one from a `then`.
         return done.then(lambda done: done.value())
 
 
 def refuse_debug() -> None:
-    """Refuse a variable of torch's with which DistributedDataParallel dies on gloo, by a segmentation fault (2.13).
+    """Refuse a debug variable with which torch 2.13's DistributedDataParallel crashes on gloo (segmentation fault).
 
     Raises:
         ConfigError: TORCH_DISTRIBUTED_DEBUG is DETAIL.

@@ -1,10 +1,10 @@
-"""Divides a row of parameters into even parts."""
+"""Divides a sequence of parameters into even parts."""
 
 from collections.abc import Sequence
 
 
 def evenly(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide a row of parameters into at most `count` parts of about as many elements; return the indices of each."""
+    """Divide a sequence of parameters into at most `count` parts of similar size; return the indices of each."""
     parts: list[list[int]] = [[] for _ in range(count)]
     total, before = sum(sizes), 0
     for index, size in enumerate(sizes):

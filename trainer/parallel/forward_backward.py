@@ -14,18 +14,18 @@ from trainer.parallel.strategy import Strategy
 from trainer.parallel.torch_calls import backward
 
 # (a step's data, a function that waits for the total weight) -> the losses of the micro-batches.
-# Afterwards the parameters have the gradients, reduced over ranks.
+# Afterwards the parameters hold the gradients, reduced over the ranks.
 ForwardBackward = Callable[[Step, Callable[[], int]], list[Tensor]]
 
 
 class Accumulate:
-    """Forward and backward passes of one micro-batch after another. The last one reduces the sum of the gradients.
+    """Runs the passes of one micro-batch after another. The last one reduces the accumulated gradients.
 
     Args:
-        loss: `recipe.loss`, under autocast if the precision has it.
+        loss: `recipe.loss`, under autocast if the precision uses it.
 
     Attributes:
-        mark: Begins a phase of the clock; None if no clock runs.
+        mark: Starts a phase of the clock; None if no clock runs.
     """
 
     mark: Callable[[Phase], None] | None = None
@@ -49,7 +49,7 @@ class Accumulate:
                     loss = self.loss.compute(strategy.model, batch)
                 else:
                     loss = strategy.zero_loss(partial(self.loss.compute, strategy.model, batch))
-                losses.append(loss if final else loss.detach())  # one graph stays: the next pass reuses its leaves
+                losses.append(loss if final else loss.detach())  # keep one graph, whose leaves the next pass reuses
                 ours, weighed = weight * strategy.data_world, total()
                 scaled = loss if ours == weighed else weigh_loss(loss, ours, weighed)
                 if self.scale:
@@ -61,11 +61,11 @@ class Accumulate:
                 backward(scaled)
             except Exception as error:
                 shown: Any = self.loss.explain(error, loss, strategy.model) or error
-                shown.refs = data.current()  # for the message
+                shown.refs = data.current()  # for the error message
                 if shown is error:
                     raise
                 raise shown from error
-            del batch, loss, scaled  # so that two batches are on the device, not three
+            del batch, loss, scaled  # so that the device holds two batches, not three
         return losses
 
 

@@ -10,23 +10,23 @@ from torch.optim import Optimizer
 from trainer.errors import ConfigError
 
 TRAINS = attrgetter("requires_grad")
-LAID_OUT = ("wrap_reduce", "distribute", "wrap_optimizer", "rehearse")  # hooks that take what trains at the start
+LAID_OUT = ("wrap_reduce", "distribute", "wrap_optimizer", "rehearse")  # hooks that fix at the start what trains
 
 
 def followed(module: nn.Module, world: int) -> list[nn.Parameter]:
-    """Return the parameters that each step looks at: on one rank, a frozen one has no gradient, and none is needed."""
+    """Return the parameters to check at each step: all, or on one rank only frozen ones, which may be unfrozen."""
     return [p for p in module.parameters() if world > 1 or not p.requires_grad]
 
 
 def changed(module: nn.Module, parameters: Sequence[nn.Parameter], before: Sequence[bool]) -> str:
-    """Return the first parameter that was frozen or unfrozen, and which of both, for an error."""
+    """Return the name of the first parameter that was frozen or unfrozen, and which of the two, for an error."""
     names = {p: name for name, p in module.named_parameters()}
     p, trained = next((p, was) for p, was in zip(parameters, before, strict=True) if p.requires_grad != was)
     return f"{names[p]}: was {'frozen' if trained else 'unfrozen'} during the run"
 
 
 def refuse_fixed(what: str, step: int, callbacks: Mapping[str, Any], hooks: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ConfigError if a callback has taken what trains from the model at the start."""
+    """Raise ConfigError if a callback has fixed at the start what trains."""
     owners = {name: c for name, c in callbacks.items() if any(getattr(c, hook) in hooks[hook] for hook in LAID_OUT)}
     if owners:
         name = next(iter(owners))
@@ -37,7 +37,7 @@ def refuse_fixed(what: str, step: int, callbacks: Mapping[str, Any], hooks: Mapp
 
 
 def refuse_unheld(what: str, step: int, module: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ConfigError if a parameter trains now that the optimizer does not have."""
+    """Raise ConfigError if an unfrozen parameter is not in the optimizer."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if any(p.requires_grad and p not in held for p in module.parameters()):
         raise ConfigError(
@@ -47,7 +47,7 @@ def refuse_unheld(what: str, step: int, module: nn.Module, optimizer: Optimizer)
 
 
 def refuse_in_pass(what: str, step: int, world: int) -> None:
-    """Raise ConfigError on several ranks, which sum the gradients of a pass as it was laid out before."""
+    """Raise ConfigError on several ranks, because a pass reduces the gradients that were laid out before it."""
     if world > 1:
         raise ConfigError(
             f"{what}, inside a pass of step {step}, and {world} ranks have agreed before it on what trains; do that "
@@ -56,7 +56,7 @@ def refuse_in_pass(what: str, step: int, world: int) -> None:
 
 
 def follow(strategy: Any, module: nn.Module, rehearse: Callable[[], None] | None) -> None:
-    """Let `strategy.parameters` be what trains now; on several ranks, lay out DDP again."""
+    """Update `strategy.parameters` to what trains now; on several ranks, lay out DDP again."""
     strategy.parameters[:] = [p for p in module.parameters() if p.requires_grad]
     if rehearse:
         strategy.lay_out({})

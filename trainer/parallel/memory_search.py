@@ -13,7 +13,7 @@ from trainer.errors import is_out_of_memory
 from trainer.parallel.strategy import Strategy
 
 PROBE = 256  # rows and columns of a matrix whose optimizer state is measured
-EMPTIED = Counter[torch.device]()  # times that `drop_gradients` has given a device's unused memory back
+EMPTIED = Counter[torch.device]()  # how often `drop_gradients` has released a device's unused memory
 
 
 def search(first: int, most: int, fits: Callable[[int], bool]) -> list[int]:
@@ -30,7 +30,7 @@ def search(first: int, most: int, fits: Callable[[int], bool]) -> list[int]:
 
 
 def fails(run: Callable[[], Any]) -> bool:
-    """Return whether memory ran out. The frames of the error, which hold tensors, are gone then."""
+    """Return whether the call runs out of memory. The error's frames, which hold tensors, are freed."""
     try:
         run()
     except (RuntimeError, MemoryError) as error:
@@ -45,7 +45,7 @@ def state_share(
     device: torch.device,
     choose: Callable[[Iterable[float]], float] = max,
 ) -> float:
-    """Return the bytes of optimizer state for each byte of a float32 parameter, measured by a step of small matrices.
+    """Return the bytes of optimizer state per byte of a float32 parameter, measured on small matrices.
 
     Args:
         choose: Some optimizers step hidden matrices and embeddings in different ways: `max` for the one with more
@@ -63,18 +63,18 @@ def state_share(
 
 
 def bytes_of_step(strategy: Strategy, share: float) -> int:
-    """Return the bytes that a step has and the first pass has not: gradients and the optimizer's state.
+    """Return the bytes that a step allocates in addition to the first pass: gradients and optimizer state.
 
     Args:
-        share: Of `state_share`.
+        share: The result of `state_share`.
     """
     stepped = strategy.parameters if strategy.owned is None else strategy.owned
-    state = sum(share * p.numel() * max(4, p.element_size()) for p in stepped)  # of bf16 weights, too, it is float32
+    state = sum(share * p.numel() * max(4, p.element_size()) for p in stepped)  # float32 for bf16 weights too
     return sum(p.nbytes for p in strategy.parameters) + int(state)
 
 
 def fits_beside(held: int, run: Callable[[], Any], device: torch.device) -> bool:
-    """Return whether `run` fits while so many bytes are held."""
+    """Return whether `run` fits into memory while `held` further bytes are allocated."""
 
     def run_beside() -> None:
         memory = torch.empty(held, dtype=torch.uint8, device=device)
@@ -85,7 +85,7 @@ def fits_beside(held: int, run: Callable[[], Any], device: torch.device) -> bool
 
 
 def drop_gradients(parameters: Sequence[Tensor], device: torch.device) -> None:
-    """Forget the gradients, and give the memory of failed passes back."""
+    """Drop the gradients, and release the memory of failed passes."""
     for p in parameters:
         p.grad = None
     gc.collect()

@@ -1,4 +1,4 @@
-"""First values for a model that was built on the meta device, one module at a time."""
+"""Initialises a model that was built on the meta device, one module at a time."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -27,7 +27,7 @@ def refuse_meta(model: nn.Module) -> None:
 
 
 def refuse_without_reset(model: nn.Module) -> None:
-    """Raise ConfigError for a module that can't give its own tensors their first values."""
+    """Raise ConfigError for a module that can't initialise its own tensors."""
     for name, module in model.named_modules():
         if empty(module) and reset_of(module) is None:
             kind = type(module).__name__
@@ -39,13 +39,13 @@ def refuse_without_reset(model: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise(model: nn.Module, source: nn.Module, device: torch.device) -> None:
-    """Copy first values into a model, of which a rank may have slices.
+    """Copy initial values into a model, of which a rank may have only slices.
 
-    Each module of `source` gets memory on `device`, runs `reset_parameters()`, and loses its memory again. So no device
-    holds more than the largest module's own tensors. Tensors that have memory keep their values.
+    Each module of `source` gets memory on `device`, runs `reset_parameters()`, and releases the memory again. No device
+    therefore holds more than the largest module's own tensors. Tensors that have memory keep their values.
 
     Args:
-        model: With memory. A parameter that two modules share takes the value of the first one.
+        model: The model with memory. A parameter that two modules share gets its value from the first one.
         source: The same modules, with tensors on the meta device.
     """
     done: set[int] = set()
@@ -62,7 +62,7 @@ def initialise(model: nn.Module, source: nn.Module, device: torch.device) -> Non
 
 @torch.no_grad()
 def on_host(model: nn.Module) -> nn.Module:
-    """Return the model with memory and first values on the CPU for each tensor that has none."""
+    """Allocate and initialise on the CPU each tensor of the model that has no memory; return the model."""
     refuse_without_reset(model)
     for module in model.modules():
         fill(module, torch.device("cpu"))
@@ -70,7 +70,7 @@ def on_host(model: nn.Module) -> nn.Module:
 
 
 def fill(module: nn.Module, device: torch.device) -> bool:
-    """Give a module's own tensors memory and first values, if one of them has none."""
+    """Allocate and initialise a module's own tensors if one of them has no memory."""
     if not empty(module):
         return False
     kept = {name: tensor for name, tensor in own(module).items() if not tensor.is_meta}

@@ -1,4 +1,4 @@
-"""Averages the gradients of a pipeline's stage over its replicas, beside the last backward passes of a step."""
+"""Averages a pipeline stage's gradients over its replicas, alongside the last backward passes of a step."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,11 +11,11 @@ from trainer.comm.bucket import Bucket, flatten
 from trainer.comm.reduce import Background, Reduce, Reduced
 from trainer.errors import ConfigError
 
-BUCKET_BYTES = 25 << 20  # DDP's own size: gradients of so many bytes are reduced at once
+BUCKET_BYTES = 25 << 20  # bucket size in bytes, the same as DDP's
 
 
 def cut_buckets(parameters: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Cut the parameters into buckets of one dtype, from the last one on: about the order of their gradients."""
+    """Group the parameters into buckets of one dtype, last first, which is about the order of their gradients."""
     buckets: list[list[int]] = []
     size = most
     for i in reversed(range(len(parameters))):
@@ -29,15 +29,15 @@ def cut_buckets(parameters: Sequence[Tensor], most: int) -> list[list[int]]:
 
 
 class Reducer:
-    """Sends a bucket as soon as each of its parameters has the gradients of all micro-batches.
+    """Reduces a bucket as soon as each of its parameters has the gradients of all micro-batches.
 
-    Buckets are sent in order, so all replicas send the same ones. A schedule that adds gradients of weights without
-    autograd, as zero bubble does, calls no hooks; `finish` sends what is left.
+    Buckets are sent in order, so that all replicas send the same ones. A schedule that computes weight gradients
+    outside autograd, like zero bubble, fires no hooks; `finish` sends the rest.
 
     Args:
-        passes: Of each parameter: the backward passes of a step that add to its gradient.
-        reduce: The chain over the replicas; None without replicas.
-        names: Of the parameters, for errors.
+        passes: Per parameter, the number of backward passes in a step that add to its gradient.
+        reduce: The Reduce chain over the replicas; None without replicas.
+        names: The parameters' names, for errors.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Reducer:
         self.parameters, self.passes, self.reduce, self.names = parameters, passes, reduce, names
         self.buckets = cut_buckets(parameters, BUCKET_BYTES)
         self.bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket}
-        self.step = 0  # whose gradients these are
+        self.step = 0  # the step of these gradients
         self.background = Background(device) if reduce else None
         self.hooks: list[Any] = []
         if reduce:
@@ -61,14 +61,14 @@ class Reducer:
         self._begin()
 
     def close(self) -> None:
-        for hook in self.hooks:  # hooks of parameters keep their owner alive, past Python's collector
+        for hook in self.hooks:  # parameter hooks would keep their owner alive, which Python's collector can't see
             hook.remove()
 
     def _begin(self) -> None:
-        self.left = [*self.passes]  # gradients of each parameter that are to come
-        self.missing = [len(bucket) for bucket in self.buckets]  # parameters without all of their gradients
+        self.left = [*self.passes]  # per parameter, gradients still to come
+        self.missing = [len(bucket) for bucket in self.buckets]  # per bucket, parameters with gradients to come
         self.sent: list[tuple[list[Tensor], Bucket, Reduced]] = []
-        self.next = 0  # the bucket to send
+        self.next = 0  # the next bucket to send
 
     @torch.no_grad()
     def _arrive(self, index: int, _: Tensor) -> None:
@@ -95,7 +95,7 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what is left, and wait until all gradients are averages."""
+        """Send the remaining buckets, and wait until all gradients are averaged."""
         if self.reduce:
             while self.next < len(self.buckets):
                 self._send()

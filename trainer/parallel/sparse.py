@@ -66,7 +66,7 @@ def refuse_sparse(
 
 
 def unfit(optimizer: Optimizer, sparse: Sequence[Tensor]) -> tuple[str, str] | None:
-    """Return the setting and the way out, if the optimizer can't step these parameters. A user's own is trusted."""
+    """Return the setting and the fix if the optimizer can't step these parameters. A user's own is trusted."""
     kind, ids = type(optimizer), {id(p) for p in sparse}
     if kind.__module__.split(".")[0] not in ("torch", "trainer"):
         return None

@@ -1,4 +1,4 @@
-"""Refuses a run whose gradients and optimizer state can't fit into memory beside its weights, before these exist."""
+"""Refuses a run whose weights, gradients and optimizer state together exceed memory, before the latter two exist."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain

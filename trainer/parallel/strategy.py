@@ -1,4 +1,4 @@
-"""The layout of a model over the ranks: its contract, and the layout on a single device."""
+"""The contract of a strategy, which lays a model out over the ranks, and the strategy for a single device."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -21,38 +21,38 @@ from trainer.parallel.sparse import gradients, sparse_weights
 
 
 class OutputElsewhere(BaseException):
-    """Raised by a model's forward pass on a rank that gets no output: another stage has it. No recipe catches it."""
+    """Raised by the forward pass on a rank without output, which another stage has. Recipes do not catch it."""
 
 
 class Strategy(Protocol):
-    """The layout of a model over the ranks, as the step needs it: DDP, sharding or pipelines."""
+    """The layout of a model over the ranks, such as DDP, sharding or a pipeline, as the step uses it."""
 
     model: nn.Module  # called by the recipe's loss
     parameters: list[nn.Parameter]  # this rank's trained parameters, after the model was distributed
     data_rank: int  # this rank among those that read different data
-    data_world: int  # the number of such ranks, over which a batch is split
-    replicas: ProcessGroup | None  # the ranks that have this one's weights; None: no other has
-    whole: bool  # each rank has the whole model, in which it trains
-    lockstep: bool  # forward passes communicate, so every rank makes as many, also in validation
-    syncing: bool  # the next backward pass reduces
-    constant_buffers: frozenset[str]  # names of those that are equal on all ranks
-    owned: Collection[Tensor] | None  # of `replicas`, this rank alone steps these; None: each steps all; may be set
+    data_world: int  # the number of ranks that read different data, over which a batch is split
+    replicas: ProcessGroup | None  # the ranks with the same weights as this one; None if there is no other
+    whole: bool  # whether each rank has and trains the whole model
+    lockstep: bool  # forward passes communicate, so every rank must run equally many, even in validation
+    syncing: bool  # whether the next backward pass reduces
+    constant_buffers: frozenset[str]  # names of buffers that are equal on all ranks
+    owned: Collection[Tensor] | None  # tensors that only this rank of `replicas` steps; None: all of them; may be set
 
     @property
     def bucket_bytes(self) -> int:
-        """Return the bytes of the buckets that stay beside the gradients."""
+        """Return the bytes of the buckets that are kept in addition to the gradients."""
         ...
 
     def sync_gradients(self, on: bool) -> None:
-        """Switch the reduction in the next backward passes on or off. Called when it changes."""
+        """Switch the reduction in the following backward passes on or off. Called only on a change."""
         ...
 
     def share_buffers(self) -> None:
-        """Share the buffers now, so that passes without a reduction communicate nothing. A collective."""
+        """Broadcast the buffers now, so that passes without a reduction communicate nothing. A collective."""
         ...
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients that passes without a reduction have left. A collective."""
+        """Reduce the gradients that passes without a reduction have accumulated. A collective."""
         ...
 
     def clip(self, max_norm: float | None) -> Tensor:
@@ -60,15 +60,15 @@ class Strategy(Protocol):
         ...
 
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run a pass without items; return 0.0 with gradients of zero, for its own loss may be NaN."""
+        """Run a pass without items; return 0.0 with zero gradients, because the loss itself may be NaN."""
         ...
 
     def copy(self) -> nn.Module:
-        """Return a copy of the bare model in this layout, with hooks and all. A collective."""
+        """Return a copy of the bare model in this layout, including its hooks. A collective."""
         ...
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run discarded passes until the layout of the gradients no longer changes."""
+        """Run passes, to be discarded, until the layout of the gradients no longer changes."""
         ...
 
     def buckets(self) -> list[list[int]]:
@@ -76,32 +76,32 @@ class Strategy(Protocol):
         ...
 
     def unwrap(self) -> None:
-        """Use the bare model from here on: its backward pass reduces nothing."""
+        """Use the bare model from now on. Its backward pass reduces nothing."""
         ...
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """Return this rank's part of the checkpoint's sections `model` and `optimizer`. No collective.
 
-        A section is laid out as by `Module.state_dict` or by `serialize.optimizer_state`, with live tensors. A `Part`
-        stands for a slice of a tensor. Each slice and each value is given by one rank only. All ranks return the
-        same sections; rank 0 saves those that no rank returns, whole.
+        A section has the structure of `Module.state_dict` or `serialize.optimizer_state`, and its tensors are not
+        copies. A `Part` represents a slice of a tensor. Exactly one rank returns each slice and each value. All ranks
+        return the same sections; rank 0 saves the other sections, whole.
         """
         ...
 
     def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return this rank's part of the callbacks' state, as `save` has sections; None on all ranks: not split."""
+        """Return this rank's part of the callbacks' state, in the form of `save`; None on all ranks if not split."""
         ...
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        """Load `model`, and `optimizer` if it is there, as any strategy on any number of ranks has saved them.
+        """Load `model`, and `optimizer` if present, as saved by any strategy on any number of ranks.
 
-        The sections are whole, and have a `parts.Stored` for each tensor: read the slice that this rank needs.
+        The sections are whole, with a `parts.Stored` for each tensor, of which this rank reads the slice it needs.
         """
         ...
 
 
 class SingleDevice:
-    """One rank: the model itself."""
+    """The strategy for one rank: the model itself."""
 
     data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
     replicas: ProcessGroup | None = None
@@ -152,9 +152,9 @@ class SingleDevice:
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move the model to the device. A model on the meta device stays: its strategy materialises it.
+    """Move the model to the device. A model on the meta device stays there until its strategy materialises it.
 
-    A buffer whose rows share memory, as by `expand`, gets memory for each: ranks and averages write into it.
+    A buffer whose rows share memory, as after `expand`, is copied, because ranks and averages write into it.
     """
     tensors = chain(model.parameters(), model.buffers())
     if any(tensor.is_meta for tensor in tensors):
@@ -166,12 +166,12 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return whether several elements have the same memory, so that torch lets no one write into the tensor."""
+    """Return whether several elements share memory, so that torch does not allow writes into the tensor."""
     return tensor.layout == torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model. A tensor with a graph, which `weight_norm` keeps as `weight`, loses the graph.
+    """Return a deep copy of the model. A tensor with a graph, such as `weight` under `weight_norm`, is detached.
 
     Raises:
         ConfigError: The model has an attribute that can't be copied.

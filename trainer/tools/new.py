@@ -17,7 +17,7 @@ from trainer.process.exit import run_guarded
 MEANT = {"Dataset", "False", "Inf", "Nan", "None", "Null", "Points", "Tensor", "True"}  # by Python, YAML or the recipe
 
 RECIPE = '''\
-"""Tells points inside of a circle from points outside: synthetic data, to be replaced by yours."""
+"""Classifies points as inside or outside of a circle: synthetic data, to be replaced by yours."""
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def refuse(name: str) -> None:
     key = f"NAME={printable(name)}"
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         way_out = "give lower-case letters, digits and _, a letter first, as in my_task"
-        raise ConfigError(f"{key}: is no name of a recipe; {way_out}")
+        raise ConfigError(f"{key}: is not a valid recipe name; {way_out}")
     if (made := class_of(name)) in MEANT:
         raise ConfigError(f"{key}: {made} has a meaning of its own in the files; give another name")
     if name in choices("recipe", [CONF]):

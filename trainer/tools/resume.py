@@ -1,4 +1,4 @@
-"""echelon resume RUN [KEY=VALUE...]: goes on with a run from its stored config, overrides on top."""
+"""echelon resume RUN [KEY=VALUE...]: resumes a run from its stored config, with the overrides on top."""
 
 import argparse
 import re
@@ -46,7 +46,7 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
     from omegaconf import OmegaConf
 
     if {"-m", "--multirun"} & set(overrides):
-        raise ConfigError("-m: a resume goes on with one run; leave -m out, and give one value to each key")
+        raise ConfigError("-m: a resume continues one run; leave -m out, and give one value to each key")
     stored, words = read(folder), []
     if not is_own(folder / "config.yaml"):
         given = {word.lstrip("+").partition("=")[0] for word in overrides}
@@ -115,13 +115,13 @@ def refuse_elsewhere(options: dict[str, Any], folder: Path) -> None:
     """
     if (given := options.get("run_dir")) != str(folder):
         raise ConfigError(
-            f"trainer.run_dir={as_yaml(given)}: a resume goes on in the run's own folder {folder}; leave this out, or "
-            f"give the whole command of the run with it and trainer.resume={folder}"
+            f"trainer.run_dir={as_yaml(given)}: a resume continues in the run's own folder {folder}; leave this out, "
+            f"or give the whole command of the run with it and trainer.resume={folder}"
         )
 
 
 def read(folder: Path) -> Any:
-    """Return the stored config, set to go on with the run's newest checkpoint in the run's folder."""
+    """Return the stored config, set to resume the run's newest checkpoint in the run's folder."""
     from omegaconf import OmegaConf
 
     key, file = f"RUN={printable(str(folder))}", folder / "config.yaml"
@@ -135,7 +135,7 @@ def read(folder: Path) -> Any:
         raise ConfigError(f"{key}: this run was stopped before its first step; give the command of the run again")
     if not file.exists() and is_run(folder):
         raise ConfigError(
-            f"{key}: this run has no config.yaml, which a Trainer made in Python does not write; go on in Python, "
+            f"{key}: this run has no config.yaml, which a Trainer made in Python does not write; resume in Python, "
             f"with Options(run_dir='{folder}', resume='auto')"
         )
     if not file.exists():

@@ -76,7 +76,9 @@ def test_a_source_that_ends_or_fails_leaves_the_others(monkeypatch):
     assert [sorted(sample) for sample in sampler.samples[:3]] == [
         ["gpu/power_w", "gpu/sm_mhz", "host/cpu"], ["host/cpu"], ["host/cpu"]
     ]  # fmt: skip
-    assert said == ["gpu_monitor: a source of numbers failed, and training goes on: ZeroDivisionError('of the source')"]
+    assert said == [
+        "gpu_monitor: a source of numbers failed, and training continues: ZeroDivisionError('of the source')"
+    ]
 
 
 def test_a_device_that_never_answers_holds_up_no_look_and_no_end(monkeypatch):

@@ -67,7 +67,7 @@ def test_memory_that_the_driver_does_not_tell_is_a_note(sys, code):
     unread = {"nvmlDeviceGetMemoryInfo": code}
     _, first, second, *_ = examine(sys, free(pci=ONE, codes=unread), free(pci=TWO, codes=unread, reasons=0x40))
     assert first.level == NOTE and first.value.startswith("NVIDIA H100 80GB HBM3, PCI 0000:3b:00.0, NUMA node 0")
-    assert first.consequence == "the driver does not tell its memory, so what others hold is unknown"
+    assert first.consequence == "the driver does not report its memory, so what others use is unknown"
     assert second.level == WARNING and "thermal" in second.consequence
     lost = free(pci=ONE, codes={"nvmlDeviceGetMemoryInfo": pynvml.NVML_ERROR_GPU_IS_LOST})
     assert examine(sys, lost)[1].level == ERROR

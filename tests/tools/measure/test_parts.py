@@ -119,5 +119,5 @@ def test_interrupts_can_not_be_told_on_a_busy_machine(tmp_path: Path) -> None:
     *_, missed, estimated = run_ranks(2, together, str(tmp_path), -1.0)[0]
     assert estimated == {False}
     (line,) = [line for line in missed if line.startswith("CPU us: ")]
-    assert line.startswith("CPU us: without interrupts, which no process is told of: the machine's processors were ")
+    assert line.startswith("CPU us: without interrupts, which no process can see: the machine's processors were ")
     assert line.endswith("% busy before; measure on an idle machine")

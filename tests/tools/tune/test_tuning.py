@@ -144,7 +144,7 @@ def test_a_killed_search_goes_on_and_its_result_is_used(folder: Path) -> None:
     before = journal.read_text()
     result = tune(folder, "trainer.devices=2")
     assert result.code == 0, result
-    assert "goes on after 1 trials" in result.out and journal.read_text().startswith(before)
+    assert "resumes after 1 trials" in result.out and journal.read_text().startswith(before)
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     events = [line["event"] for line in lines]
     assert all(events.count(event) == 1 for event in ("begin", "today", "links", "profile", "verdict"))
@@ -304,7 +304,7 @@ def test_a_budget_that_is_over_names_one_that_is_enough_and_keeps_the_journal(
     monkeypatch.setattr("trainer.tools.tune.tuning.Tuning", Short)
     config = {"trainer": {"resume": None}}
     assert lead(SimpleNamespace(place=Place()), config, TuneOptions(), tmp_path, "mine", []) == UNCHANGED
-    said = "today's config stays: the budget is over; the search goes on by its journal with tune.budget_s=1320"
+    said = "today's config stays: the budget is over; the search resumes from its journal with tune.budget_s=1320"
     assert said in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "tuned" / "mine.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines] == ["begin", "start"]  # no verdict, which would end the journal
@@ -388,7 +388,7 @@ def test_a_search_on_ranks_that_answer_at_once_and_one_that_is_killed(
     found = OmegaConf.load(tmp_path / "tuned" / "mine.yaml")
     assert found.micro_batch == 6 and found.tuned.ranks == 2
     said = capsys.readouterr().out
-    assert "goes on after 1 trials" in said and "in 5 of 5 pairs" in said and "use it by +tuned=mine" in said
+    assert "resumes after 1 trials" in said and "in 5 of 5 pairs" in said and "use it by +tuned=mine" in said
     assert "without ++micro_batch=3\n" in said  # which would win over the result
 
 

@@ -1,4 +1,4 @@
-"""Measures what each block keeps and how long it runs, and chooses the blocks to recompute within a budget."""
+"""Measures the bytes that each block saves and its time, and chooses the blocks to recompute within a budget."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -16,19 +16,19 @@ from trainer.callbacks.activation_checkpoint.offload import owned
 from trainer.callbacks.activation_checkpoint.recompute import Recompute
 from trainer.parallel.warmup import wait
 
-TIMED = 3  # forward passes of a block
-STATES = 1024  # of the search, at most; up to 10 blocks, or any number of equal ones, it is exhaustive
+TIMED = 3  # timed forward passes per block
+STATES = 1024  # most states of the search, which is exhaustive for up to 10 blocks, or any number of equal ones
 
 
 @dataclass
 class Sizes:
-    """The bytes that a rank's pass keeps between forward and backward, and the seconds that its blocks run.
+    """The bytes that a rank's pass keeps between forward and backward, and the seconds that its blocks take.
 
     Attributes:
-        plain: Of all blocks if none is recomputed.
-        inputs: Of all blocks if each is recomputed.
-        freed: By each block if it is recomputed.
-        seconds: Of each block's forward pass.
+        plain: Bytes kept by all blocks if none is recomputed.
+        inputs: Bytes kept by all blocks if each is recomputed.
+        freed: Bytes that recomputing each block frees.
+        seconds: Seconds of each block's forward pass.
     """
 
     plain: int
@@ -37,16 +37,16 @@ class Sizes:
     seconds: list[float]
 
     def kept(self, recomputed: list[int]) -> int:
-        """Return the bytes that all blocks keep if those of these indices are recomputed."""
+        """Return the bytes that all blocks keep if the blocks with these indices are recomputed."""
         others = sum(self.freed) - sum(self.freed[i] for i in recomputed)
         return self.inputs + others if recomputed else self.plain
 
 
 class Meter:
-    """Measures blocks that are all recomputed, so that a pass needs the memory of one block more.
+    """Measures blocks while all of them are recomputed, so that a pass needs the memory of only one more block.
 
-    A storage counts once: the output of a block is the next one's input. Weak references to storages keep their
-    addresses from being taken again.
+    A storage counts once, although a block's output is the next one's input. Weak references to storages prevent their
+    addresses from being reused.
     """
 
     def __init__(self, device: torch.device, model: nn.Module) -> None:
@@ -54,14 +54,14 @@ class Meter:
         self.owned = owned(model)
         self.sizes: dict[int, int] = {}  # bytes of each storage, by its identity
         self.refs: dict[int, StorageWeakRef] = {}
-        self.inputs, self.saved = set[int](), set[int]()  # of any block; those that blocks save if they are plain
-        self.outputs: list[tuple[int, int]] = []  # a block's index, and an output that it saves if it is plain
-        self.alive = set[int]()  # storages that something keeps when the model's forward pass has ended
+        self.inputs, self.saved = set[int](), set[int]()  # storages of inputs; storages that plain blocks save
+        self.outputs: list[tuple[int, int]] = []  # a block's index, and an output that it saves if not recomputed
+        self.alive = set[int]()  # storages that are still referenced after the model's forward pass
         self.freed: dict[int, int] = {}
         self.seconds: dict[int, float] = {}
 
     def note(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """Return the identities of the tensors' storages, by address; parameters and buffers are left out."""
+        """Return the identities of the tensors' storages by address, except parameters and buffers."""
         found: dict[int, int] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -73,7 +73,7 @@ class Meter:
         return found
 
     def wrap(self, index: int, block: nn.Module, forward: Recompute) -> Callable[..., Any]:
-        """Return the block's `forward` with a measurement of the same without recomputation."""
+        """Return the block's `forward`, which also measures the block without recomputation."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -93,7 +93,7 @@ class Meter:
         return measured
 
     def _measure(self, index: int, inputs: dict[int, int], run: Callable[[], Any]) -> set[int]:
-        """Measure a block, and return the positions of those outputs that it saves."""
+        """Measure a block; return the positions of the outputs that it saves."""
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Meter:
         return {i for i, address in enumerate(results) if address in kept.keys() - inputs.keys()}
 
     def look(self, *_: Any) -> None:
-        """Note which storages are kept, as a hook after the model's forward pass."""
+        """Record which storages are kept. A hook after the model's forward pass."""
         self.alive |= {identity for identity, weak in self.refs.items() if not weak.expired()}
 
     def result(self, blocks: int) -> Sizes:
@@ -133,7 +133,7 @@ class Meter:
 def measure(
     model: nn.Module, blocks: dict[nn.Module, Recompute], device: torch.device, run_pass: Callable[[], None]
 ) -> Sizes:
-    """Measure blocks, which are all recomputed, in one pass."""
+    """Measure all blocks in one pass, in which all are recomputed."""
     meter = Meter(device, model)
     hook = model.register_forward_hook(meter.look)
     try:
@@ -148,20 +148,20 @@ def measure(
 
 
 def agree(sizes: Sizes, gather: Callable[[Any], list[Any]]) -> Sizes:
-    """Return the same sizes on all ranks: the largest, with the times of the slowest rank. A collective."""
+    """Return the largest sizes and the slowest times of all ranks. A collective."""
     ranks = [Sizes(**each) for each in gather(asdict(sizes))]
     largest, slowest = max(ranks, key=lambda rank: rank.plain), max(ranks, key=lambda rank: sum(rank.seconds))
     return Sizes(largest.plain, largest.inputs, largest.freed, slowest.seconds)
 
 
 def choose(sizes: Sizes, budget: float) -> list[int]:
-    """Return the indices of the blocks to recompute, in the least time, so that no more than the budget is kept.
+    """Return the indices of the blocks to recompute to stay within the budget at the least cost in time.
 
-    A 0/1 knapsack: blocks that are kept take bytes and save seconds. If even the inputs exceed the budget, every block
-    is recomputed.
+    This is a 0/1 knapsack problem: a block that is kept takes bytes and saves seconds. If even the inputs exceed the
+    budget, every block is recomputed.
 
     Args:
-        budget: Share of `sizes.plain`.
+        budget: Fraction of `sizes.plain` that may be kept.
     """
     everything = list(range(len(sizes.freed)))
     if sizes.plain <= budget * sizes.plain:
@@ -180,7 +180,7 @@ def choose(sizes: Sizes, budget: float) -> list[int]:
 
 
 def undominated(states: dict[int, tuple[float, int]], capacity: float) -> dict[int, tuple[float, int]]:
-    """Drop each state that keeps more bytes than another and saves no more seconds. Leave at most `STATES`."""
+    """Drop states that keep more bytes than another but save no more seconds; leave at most `STATES`."""
     left: dict[int, tuple[float, int]] = {}
     best = -1.0
     for taken, state in sorted(states.items()):

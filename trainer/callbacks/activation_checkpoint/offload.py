@@ -1,4 +1,4 @@
-"""Keeps what a block saves for its backward pass in host memory, and copies it back ahead of its use."""
+"""Moves the tensors that a block saves for its backward pass to host memory, and copies them back ahead of use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-LEAST = 512  # bytes: the smallest block of CUDA's allocator, so that a smaller tensor may free nothing
+LEAST = 512  # bytes: CUDA's allocator has no smaller blocks, so a smaller tensor may free nothing
 
 
 class Offload:
-    """A block's `forward` whose saved tensors lie in host memory until its backward pass.
+    """A block's `forward` whose saved tensors are kept in host memory until its backward pass.
 
-    Parameters and buffers stay. So do tensors of other devices, of subclasses, and small ones.
+    Parameters and buffers stay on the device, and so do small tensors, subclasses, and tensors of other devices.
 
     Args:
         forward: The block's own `forward`.
@@ -29,7 +29,7 @@ class Offload:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        call = Call(self.copies, owned(self.module))  # now, since FSDP lends a block its whole parameters for a pass
+        call = Call(self.copies, owned(self.module))  # per call: FSDP lends a block whole parameters for a pass
         with saved_tensors_hooks(call.pack, call.unpack):
             output = self.forward(*args, **kwargs)
         call.send()
@@ -46,7 +46,7 @@ class Saved:
 
 @dataclass
 class View:
-    """A saved tensor, as a view of its memory: strides decide which kernels run, so they stay."""
+    """A saved tensor, as a view of its memory. Strides are preserved, because kernels are chosen by them."""
 
     saved: Saved
     dtype: torch.dtype
@@ -61,13 +61,13 @@ class View:
 
 
 class Call:
-    """One forward pass of one block, and what it has saved.
+    """One forward pass of one block, with the tensors that it saved.
 
-    The tensors leave the device when the next block has run: until then the copies run beside it. In the backward pass
-    the tensors of a block come back while the block after it runs.
+    The tensors leave the device when the next block has run; until then the copies overlap with it. In the
+    backward pass a block's tensors come back while the block after it runs.
 
     Args:
-        owned: Addresses of memory that stays on the device.
+        owned: Addresses of the memory that stays on the device.
     """
 
     def __init__(self, copies: "Copies", owned: set[int]) -> None:
@@ -91,7 +91,7 @@ class Call:
         return View(saved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def send(self) -> None:
-        """Start to copy to the host. The block before this one leaves the device."""
+        """Start copying to the host, and free the previous block's memory on the device."""
         self.refuse_changes()
         pairs: list[tuple[Tensor, Tensor]] = []
         for saved in self.open.values():
@@ -105,7 +105,7 @@ class Call:
         self.copies.last = self if self.open else None
 
     def leave(self) -> None:
-        """Give the memory on the device back, when all is on the host."""
+        """Free the memory on the device once everything is on the host."""
         self.refuse_changes()
         self.copies.wait(self.sent)
         for saved in self.open.values():
@@ -116,7 +116,7 @@ class Call:
         self.open, self.versions = {}, []
 
     def refuse_changes(self) -> None:
-        """Refuse a tensor that was changed in place since it was saved, as autograd does without hooks.
+        """Refuse a tensor that was changed in place after it was saved, as autograd does without hooks.
 
         Raises:
             RuntimeError: A tensor has changed.
@@ -137,11 +137,11 @@ class Call:
         return packed.tensor()
 
     def arrive(self) -> None:
-        """Wait until all is on the device, and fetch what the block before this one has saved."""
+        """Wait until everything is on the device, and start fetching what the previous block saved."""
         self.fetched = True
-        if self.copies.last is self:  # the last block has not left
+        if self.copies.last is self:  # the last block was never moved
             self.refuse_changes()
-            self.copies.wait(self.sent)  # its memory is given back as the backward pass goes
+            self.copies.wait(self.sent)  # its memory is freed in the course of the backward pass
             self.copies.last = None
             self.forget()
         else:
@@ -151,7 +151,7 @@ class Call:
             previous.fetch()
 
     def fetch(self) -> None:
-        """Start to copy to the device."""
+        """Start copying to the device."""
         if self.fetching:
             return
         self.fetching = True
@@ -166,11 +166,11 @@ class Call:
 
 
 class Copies:
-    """Copies between a device and pinned host memory on a side stream. Without CUDA a copy is a plain one.
+    """Copies between a device and pinned host memory on a side stream. Without CUDA, copies are synchronous.
 
     Attributes:
-        last: The call whose tensors are on the device still.
-        coming: Copies to the device for which no computation has waited.
+        last: The call whose tensors are still on the device.
+        coming: Copies to the device for which no computation has waited yet.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -186,7 +186,7 @@ class Copies:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.stream is not None)
 
     def start(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.Event | None:
-        """Start to copy the second tensor of each pair to the first, after all work so far."""
+        """Start copying the second tensor of each pair to the first, after all work so far."""
         if self.stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -198,19 +198,19 @@ class Copies:
             return self.stream.record_event()
 
     def wait(self, event: torch.Event | None) -> None:
-        """Let the computation wait for copies."""
+        """Make the compute stream wait for copies."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def settle(self) -> None:
-        """Let the computation wait for all that comes. Until then its memory is held, also if the graph is dropped."""
+        """Make the compute stream wait for all pending copies, whose memory is held even if the graph is dropped."""
         if self.coming:
             self.wait(self.coming[1])
             self.coming = None
 
 
 def owned(module: nn.Module) -> set[int]:
-    """Return the addresses of the memory of parameters and buffers. A subclass of tensors has no memory of its own."""
+    """Return the memory addresses of parameters and buffers, except tensor subclasses, which have no memory."""
     own = (*module.parameters(), *module.buffers())
     return {tensor.untyped_storage().data_ptr() for tensor in own if type(tensor) in (Tensor, nn.Parameter)}
 

@@ -1,4 +1,4 @@
-"""Runs a block so that it keeps its inputs, or its inputs and the results of costly operations, and runs again."""
+"""Recomputes a block in its backward pass, from its inputs or also from the results of costly operations."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -30,20 +30,20 @@ Buffers = dict[Place, Tensor]
 
 
 class Recompute:
-    """A block's `forward` that runs again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
+    """A block's `forward` that is rerun in the backward pass (Chen et al. 2016, arXiv:1604.06174).
 
-    The second run begins with the buffers of the first one, and leaves the block's own alone: running statistics of
-    BatchNorm, vectors of spectral_norm, counters. In a compiled block, only the graph of the forward pass changes them.
+    The second run starts with the first one's buffers and does not change the block's own: BatchNorm's running
+    statistics, spectral_norm's vectors, counters. In a compiled block, only the forward graph changes them.
 
     Dynamo traces `__call__`, so a compiled block has the recomputation in its graph. Dynamo would skip a
     `functools.partial` of torch's `checkpoint`, and compile nothing.
 
     Args:
-        block: Its `forward` is run.
+        block: The block whose `forward` is run.
         selective: Keep the results of matrix products and of attention, and recompute the rest.
 
     Attributes:
-        on: Recompute. False runs `forward` as it is.
+        on: Whether to recompute. False runs `forward` unchanged.
     """
 
     def __init__(self, block: nn.Module, selective: bool) -> None:
@@ -62,7 +62,7 @@ class Recompute:
 
 
 class Changing:
-    """The buffers that forward passes of a block change, which a second run must not change again."""
+    """The buffers that a block's forward passes change, and that a second run must not change again."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.places = [(module, name) for module in modules for name in module._buffers]
@@ -70,10 +70,10 @@ class Changing:
 
     @contextmanager
     def noted(self, before: Buffers, inner: Any) -> Iterator[None]:
-        """Put the buffers that a first run changes into `before`, as they were.
+        """Store in `before` the old values of the buffers that a first run changes.
 
         Raises:
-            ConfigError: A later pass changes others than the first.
+            ConfigError: A later pass changes other buffers than the first.
         """
         found = {place: value for place in self.places if (value := self._value(place)) is not None}
         versions = {place: value._version for place, value in found.items()}
@@ -96,7 +96,7 @@ class Changing:
 
     @contextmanager
     def kept(self, before: Buffers, inner: Any) -> Iterator[None]:
-        """Let a second run have the buffers of `before`, and put back the present ones."""
+        """Give a second run the buffers of `before`, and restore the present ones afterwards."""
         present = {(module, name): module._buffers[name] for module, name in before}
         for (module, name), value in before.items():
             module._buffers[name] = value.clone()
@@ -109,7 +109,7 @@ class Changing:
 
 
 def contexts_for(norms: Sequence[_BatchNorm], changing: Changing, own: Callable[[], Any] | None) -> tuple[Any, Any]:
-    """Return the contexts of the first run and of the second, in which buffers stay."""
+    """Return the contexts of the first run and of the second, which preserves buffers."""
     first, second = own() if own else (nullcontext(), nullcontext())
     before: Buffers = {}
     return changing.noted(before, first), statistics_kept(norms, changing.kept(before, second))
@@ -117,9 +117,9 @@ def contexts_for(norms: Sequence[_BatchNorm], changing: Changing, own: Callable[
 
 @contextmanager
 def statistics_kept(norms: Sequence[_BatchNorm], inner: Any) -> Iterator[None]:
-    """Let these layers save the same tensors for the backward pass, and change no buffer.
+    """Let these layers save the same tensors for the backward pass, but change no buffer.
 
-    A momentum of 0 gives the batch no weight. The count of batches is a copy's, for a run may end before a layer.
+    A momentum of 0 gives the batch no weight. The count of batches is kept in a copy, because a run may end early.
     """
     with ExitStack() as stack:
         for norm in norms:
@@ -133,10 +133,10 @@ def statistics_kept(norms: Sequence[_BatchNorm], inner: Any) -> Iterator[None]:
 
 
 def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decide for one operation whether its result is kept.
+    """Decide whether the result of an operation is kept.
 
-    Attention with dropout is recomputed. A second run that took the kept result would draw no random numbers, and all
-    dropout that follows would get other ones.
+    Attention with dropout is recomputed. A second run that used a kept result would draw no random numbers there, so
+    all later dropout would draw different ones.
     """
     if op.name().partition(".")[0] not in KEPT or draws(op, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE

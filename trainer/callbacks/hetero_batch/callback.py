@@ -1,4 +1,4 @@
-"""Gives each rank a share of the batch by its speed, for machines that differ."""
+"""Gives each rank a share of the batch in proportion to its speed, for unequal machines."""
 
 import time
 from collections.abc import Callable
@@ -26,28 +26,28 @@ from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fits_beside, search, state_share
 
 KEY = "callbacks.hetero_batch"
-PASSES = 3  # of the rehearsal that are timed
+PASSES = 3  # timed passes of the rehearsal
 
 
 class HeteroBatch(Callback):
-    """Cuts each batch over the ranks by their measured speeds and memory; the mean over its items stays exact.
+    """Splits each batch over the ranks by measured speed and memory; the mean over its items stays exact.
 
-    Every `every` steps the ranks gather their samples per second of computing, and cut the batch anew. The new shares
-    hold from a position that no rank has loaded yet. Each step has the samples that it has with even shares.
+    Every `every` steps the ranks gather their samples per second of computing, and split the batch again. The new
+    shares apply from a position that no rank has loaded yet. Each step has the same samples as with even shares.
 
-    A rank has as many micro-batches as its share needs. Their largest size is measured on each rank before the first
-    step, so a share needs no more memory than the rank has.
+    A rank runs as many micro-batches as its share needs. The largest micro-batch that fits is measured on each rank
+    before the first step, so a share never needs more memory than the rank has.
 
-    Decisions are in the checkpoint, and in `splits.jsonl` in the folder of the run. A resume repeats them, also those
-    that the interrupted run made after the checkpoint.
+    Decisions are stored in the checkpoint, and in `splits.jsonl` in the run's folder. A resume repeats them, including
+    those that the interrupted run made after the checkpoint.
 
     Args:
         every: Steps between two measurements.
         smoothing: Weight of the past in the moving average of the speeds.
-        min_share: Smallest share of a rank, relative to an even one.
-        max_micro: Samples of a micro-batch at most, on every rank or on each; null: as without the callback. A rank
-            whose memory holds fewer has smaller ones.
-        shares: Fixed shares, relative to each other, one for each rank; null: measured.
+        min_share: Smallest share of a rank, relative to an even share.
+        max_micro: Upper limit on the samples of a micro-batch: one for all ranks, or one per rank; null: as without
+            the callback. A rank with too little memory uses smaller ones.
+        shares: Fixed relative shares, one per rank; null: measured.
     """
 
     role = Role.BATCH
@@ -55,7 +55,7 @@ class HeteroBatch(Callback):
     communicates = True
     conflicts = {
         Role.SYNC: "each rank would step by its own gradient, which grows with its share; leave one out",
-        "own_order": "a forward pass then waits for other ranks, so a rank's own speed can't be told; leave one out",
+        "own_order": "a forward pass then waits for other ranks, so a rank's own speed is unknown; leave one out",
         "sync_batch_norm": "its forward passes wait for other ranks, which make other numbers of passes; "
         "set trainer.sync_batch_norm=false or leave hetero_batch out",
     }
@@ -73,7 +73,7 @@ class HeteroBatch(Callback):
             raise ConfigError(f"{KEY}.shares=[]: is empty; give one for each rank, or null")
         self.every, self.smoothing, self.min_share = every, smoothing, min_share
         self.max_micro, self.shares = max_micro, shares
-        self.speeds: list[float] = []  # of each rank, in samples per second
+        self.speeds: list[float] = []  # samples per second of each rank
         self.held: list[int] = []  # samples of a micro-batch that each rank holds; empty: not measured yet
         self.asked = 0  # the first position that this rank has not loaded or begun to load
         self.rehearsed = 0  # samples of a pass of the rehearsal
@@ -109,10 +109,10 @@ class HeteroBatch(Callback):
         return lambda data, total: self._passes(trainer, run, data, total)
 
     def _refuse(self, trainer: Context) -> None:
-        """Refuse knobs that do not suit the number of ranks.
+        """Refuse knobs that do not match the number of ranks.
 
         Raises:
-            ConfigError: The message has the reason and the way out.
+            ConfigError: With the reason and the fix.
         """
         world, batch = trainer.strategy.data_world, trainer.batch
         if batch < world:
@@ -124,10 +124,10 @@ class HeteroBatch(Callback):
                 raise ConfigError(f"{KEY}.{key}={given}: has {len(given)} values; give one for each of {world} rank(s)")
 
     def _refuse_invalid(self, value: dict[str, Any], batch: int, world: int) -> None:
-        """Refuse the decision of a checkpoint, which may be a stranger's.
+        """Refuse an invalid decision in a checkpoint, which is not trusted.
 
         Raises:
-            ConfigError: It is no decision of this callback.
+            ConfigError: It is not a decision of this callback.
         """
         kinds = {"shares": list[int], "micros": list[int], "held": list[int], "speeds": list[float]}
         if all(fits(value.get(key), kind) and len(value[key]) == world for key, kind in kinds.items()):
@@ -140,8 +140,8 @@ class HeteroBatch(Callback):
     def _passes(self, trainer: Context, run: ForwardBackward, data: Step, total: Callable[[], int]) -> list[Tensor]:
         """Run the passes of a step, and time them.
 
-        Some rank may not hold the micro-batches that were loaded before its memory was measured. The passes of such
-        steps run on parts that fit, and all ranks reduce afterwards.
+        Micro-batches that were loaded before memory was measured may be too large for some rank. Such steps run on
+        parts that fit, and all ranks reduce afterwards.
         """
         if not self.held:
             self._hold(self._measure_memory(trainer, run, data.peek()))
@@ -155,19 +155,19 @@ class HeteroBatch(Callback):
         return losses
 
     def _loaded(self, rank: int) -> int:
-        """Return the samples of the first micro-batch of a rank, on which the rehearsal runs."""
+        """Return the size of a rank's first micro-batch, on which the rehearsal runs."""
         return near_equal(self.begin["shares"][rank], 0, self.begin["micros"][rank])[1]
 
     def _hold(self, held: list[int]) -> None:
         self.held, self.cuts = held, not fit(self.begin, held)
 
     def _measure_memory(self, trainer: Context, run: ForwardBackward, batch: Any) -> list[int]:
-        """Return the samples of the largest micro-batch that each rank holds, up to those of the knobs. A collective.
+        """Return the largest micro-batch that fits on each rank, up to the knobs' limits. A collective.
 
-        The passes of the search do not reduce, so each rank makes as many as it needs.
+        The passes of the search do not reduce, so each rank can run as many as it needs.
 
         Raises:
-            ConfigError: A rank holds no sample.
+            ConfigError: Not even one sample fits on some rank.
         """
         rank, world = trainer.strategy.data_rank, trainer.strategy.data_world
         if trainer.ddp["static_graph"]:
@@ -223,7 +223,7 @@ class HeteroBatch(Callback):
             self._decide(trainer, trainer.samples)
 
     def _decide(self, trainer: Context, samples: int) -> None:
-        """Measure all ranks' speeds, and cut the batch anew. A collective."""
+        """Measure all ranks' speeds and split the batch again. A collective."""
         own = self.clock.take()
         asked, counts, seconds = zip(*trainer.ranks.gather([self.asked, *own]), strict=True)
         made = self.made.made
@@ -233,7 +233,7 @@ class HeteroBatch(Callback):
             self.speeds = self.shares
         elif min(measured) > 0:
             self.speeds = follow(self.speeds or measured, measured, self.smoothing)
-        if not self.speeds:  # some rank has not finished a step since its device began
+        if not self.speeds:  # a rank's device has not finished a step yet
             return
         value = keep(before, self.held)
         if not self.shares:

@@ -1,4 +1,4 @@
-"""Times the computing of a rank's steps, without its waits for other ranks."""
+"""Times a rank's computation per step, excluding its waits for other ranks."""
 
 import time
 from collections import deque
@@ -15,7 +15,7 @@ from trainer.parallel.forward_backward import ForwardBackward
 
 
 class ComputeClock:
-    """Adds up the samples and the seconds of forward and backward passes, on the clock of the step's phases.
+    """Accumulates the samples and seconds of forward and backward passes, using the clock of the step's phases.
 
     Args:
         now: Seconds, on a CPU.
@@ -45,7 +45,7 @@ class ComputeClock:
         return losses
 
     def take(self) -> tuple[int, float]:
-        """Return the samples and the seconds of the steps that the device has finished, and forget them."""
+        """Return the samples and seconds of the steps that the device has finished, and reset both."""
         samples, seconds = 0, 0.0
         if self.clock:
             self.clock.read()

@@ -1,17 +1,17 @@
-"""Follows the speeds of unequal ranks, and cuts a batch by them."""
+"""Tracks the speeds of unequal ranks, and splits a batch accordingly."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-JUMP = 0.15  # a speed that differs from its average by more has changed, and is no noise
-GAIN = 0.02  # part of the step's time that other shares must save
+JUMP = 0.15  # a larger relative deviation from the average is a change of speed, not noise
+GAIN = 0.02  # fraction of the step's time that new shares must save
 
 
 def follow(speeds: Sequence[float], measured: Sequence[float], smoothing: float) -> list[float]:
-    """Return the moving averages of the ranks' speeds. The average of a rank that has changed begins anew.
+    """Return the moving averages of the ranks' speeds. The average of a rank that has changed restarts.
 
     Args:
-        speeds: The averages before.
+        speeds: The previous averages.
         smoothing: Weight of the past.
     """
     return [
@@ -23,11 +23,11 @@ def follow(speeds: Sequence[float], measured: Sequence[float], smoothing: float)
 def cut_again(
     before: Mapping[str, Any], batch: int, speeds: Sequence[float], held: Sequence[int], least: int
 ) -> dict[str, Any]:
-    """Return the shares and the micro-batches for these speeds; those of `before`, unless others save `GAIN`.
+    """Return the shares and micro-batches for these speeds, or those of `before` unless new ones save `GAIN`.
 
     Args:
-        held: Samples of a micro-batch that each rank holds.
-        least: Samples of the smallest share.
+        held: The largest micro-batch that fits on each rank.
+        least: The smallest allowed share, in samples.
     """
     shares = cut_shares(batch, speeds, least)
     if slowest(shares, speeds) > (1 - GAIN) * slowest(before["shares"], speeds):
@@ -36,27 +36,27 @@ def cut_again(
 
 
 def keep(value: Mapping[str, Any], held: Sequence[int]) -> dict[str, Any]:
-    """Return the same shares, with more micro-batches if some rank does not hold those that it has."""
+    """Return the same shares, with more micro-batches if the present ones do not fit on some rank."""
     if fit(value, held):
         return {"shares": value["shares"], "micros": value["micros"]}
     return with_micros(value["shares"], held)
 
 
 def with_micros(shares: Sequence[int], held: Sequence[int]) -> dict[str, Any]:
-    """Return shares with the micro-batches that they need."""
+    """Return shares with the number of micro-batches that they need."""
     return {"shares": list(shares), "micros": [-(-share // most) for share, most in zip(shares, held, strict=True)]}
 
 
 def fit(value: Mapping[str, Any], held: Sequence[int]) -> bool:
-    """Return whether each rank holds its micro-batches."""
+    """Return whether each rank's micro-batches fit."""
     return all(-(-share // n) <= most for share, n, most in zip(value["shares"], value["micros"], held, strict=True))
 
 
 def cut_shares(batch: int, speeds: Sequence[float], least: int = 1) -> list[int]:
-    """Return the samples of each rank, at least `least`, so that the slowest rank's time is close to the smallest.
+    """Return the samples per rank, at least `least`, so that the slowest rank's time is close to the minimum.
 
-    Shares start at the parts of the speeds, rounded down. A sample then goes to, or comes from, the rank that gains
-    most, the first of equal ones. The arithmetic is IEEE's, so all ranks get the same from the same speeds.
+    Shares start in proportion to the speeds, rounded down. Single samples are then added or removed where that helps
+    most, at the first of equal ranks. The arithmetic is IEEE's, so all ranks compute the same shares.
     """
     total = sum(speeds)
     shares = [max(least, int(batch * speed / total)) for speed in speeds]
@@ -69,5 +69,5 @@ def cut_shares(batch: int, speeds: Sequence[float], least: int = 1) -> list[int]
 
 
 def slowest(shares: Sequence[int], speeds: Sequence[float]) -> float:
-    """Return the seconds of the rank that takes longest."""
+    """Return the time of the slowest rank, in seconds."""
     return max(share / speed for share, speed in zip(shares, speeds, strict=True))

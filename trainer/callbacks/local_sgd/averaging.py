@@ -1,4 +1,4 @@
-"""Weights that differ between ranks: fragments that synchronise together, averages, means of saved states."""
+"""Handles weights that differ between ranks: fragments that synchronise together, averages, means of saved states."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from trainer.parallel.evenly import evenly
 
 @dataclass
 class OuterOptimizer:
-    """The outer SGD with Nesterov's momentum, which moves the common weights by a pseudo-gradient.
+    """The outer SGD with Nesterov momentum, which moves the common weights along a pseudo-gradient.
 
-    A rate of 1 and a momentum of 0 give the average. `mix` is the share of a rank's own weights in its new weights.
+    A rate of 1 with a momentum of 0 gives the average. `mix` is the fraction of a rank's own weights in its new ones.
     """
 
     lr: float
@@ -33,7 +33,7 @@ class OuterOptimizer:
 
     @classmethod
     def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "OuterOptimizer":
-        """Make the optimizer that local_sgd's knobs describe; None takes the default.
+        """Create the optimizer that local_sgd's knobs describe; None means the default.
 
         Raises:
             ConfigError: A knob has no effect.
@@ -78,7 +78,7 @@ class Fragment:
         if outer.momentum:
             velocity = outer.velocity.of(self.bucket, mean)
             velocity.mul_(outer.momentum).add_(mean)
-            mean = mean.add(velocity, alpha=outer.momentum)  # as torch's SGD has Nesterov's
+            mean = mean.add(velocity, alpha=outer.momentum)  # Nesterov momentum as in torch's SGD
         self.common.add_(mean, alpha=-outer.lr)
         for p, common in zip(self.params, self.bucket.split(self.common), strict=True):
             p.lerp_(common.to(p.dtype), 1.0 - outer.mix)
@@ -90,7 +90,7 @@ class Fragment:
             self.flight.wait()
 
     def arrive(self) -> int:
-        """Put the mean in flight into `arrived`, to be saved. Return the step that applies the mean, or -1."""
+        """Store the mean in flight in `arrived`, to be saved; return the step that will apply it, or -1."""
         if self.flight is None:
             return -1
         self.outer.arrived.of(self.bucket, self.common).copy_(self.flight.wait())
@@ -103,7 +103,7 @@ class Fragment:
 
 
 def partition(params: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Divide `params` into at most `count` parts of about as many elements each."""
+    """Divide `params` into at most `count` parts of similar size."""
     return [[params[i] for i in part] for part in evenly([p.numel() for p in params], count)]
 
 
@@ -112,7 +112,7 @@ def buffers(module: nn.Module) -> list[Tensor]:
 
 
 def average(reduce: Reduce, ranks_own: Iterable[Tensor], means: Iterable[Tensor]) -> None:
-    """Put the mean over ranks of each tensor into its place in `means`. A collective."""
+    """Write the mean over ranks of each tensor into `means`. A collective."""
     if tensors := list(ranks_own):
         flat = reduce(flatten(tensors), Bucket((), 0))
         for mean, part in zip(means, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -120,7 +120,7 @@ def average(reduce: Reduce, ranks_own: Iterable[Tensor], means: Iterable[Tensor]
 
 
 def average_model(reduce: Reduce, module: nn.Module, mean: nn.Module) -> None:
-    """Put the mean over ranks of `module` into `mean`. Buffers that are not floating-point are this rank's."""
+    """Write the mean over ranks of `module` into `mean`. Buffers that are not floating-point stay this rank's."""
     for own, common in zip(module.buffers(), mean.buffers(), strict=True):
         common.copy_(own)
     for part in (nn.Module.parameters, buffers):
@@ -134,14 +134,14 @@ def own_state(trainer: Context) -> dict[str, Any]:
 
 
 def load_own(trainer: Context, state: dict[str, Any]) -> None:
-    """Load weights and moments. Moments of another kind of optimizer are left out: `trainer.accept` allowed that."""
+    """Load weights and moments. Moments of another optimizer, which `trainer.accept` allows, are skipped."""
     trainer.module.load_state_dict(state["model"])
     if state["kind"] == type(trainer.optimizer).__name__:
         load_optimizer_state(trainer.optimizer, trainer.module, state["optimizer"])
 
 
 def refuse_quantised(state: dict[str, dict[str, Any]]) -> None:
-    """Refuse moments of 8 bits, which have no mean over ranks."""
+    """Refuse 8-bit moments, which can't be averaged over ranks."""
     for name, own in state.items():
         if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in own.values()):
             raise ConfigError(
@@ -151,9 +151,9 @@ def refuse_quantised(state: dict[str, dict[str, Any]]) -> None:
 
 
 def mean_of(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each floating-point tensor in nested dicts; all else is the first's.
+    """Return the mean of each floating-point tensor in nested dicts; other values are the first state's.
 
-    One state is in memory at a time, beside the sums, which are in float32 at least.
+    Only one state is in memory at a time, in addition to the sums, which are kept in float32 or wider.
     """
     sums, dtypes, ranks = {}, {}, 0
     for state in states:
@@ -163,12 +163,12 @@ def mean_of(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
             sums = map_floats(lambda v: torch.zeros_like(v, dtype=torch.promote_types(v.dtype, torch.float32)), state)
         sums = map_floats(Tensor.add_, sums, state)
         ranks += 1
-        del state  # before the next is read
+        del state  # free it before the next one is read
     return map_floats(lambda total, dtype: total.div_(ranks).to(dtype), sums, dtypes)
 
 
 def map_floats(change: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Return nested dicts with `change` of each floating-point tensor in `first`, and of its like in the others."""
+    """Return nested dicts with `change` applied to each floating-point tensor in `first` and its peers in `others`."""
     if isinstance(first, dict):
         return {key: map_floats(change, value, *(other[key] for other in others)) for key, value in first.items()}
     return change(first, *others) if isinstance(first, Tensor) and first.is_floating_point() else first

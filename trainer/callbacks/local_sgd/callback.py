@@ -1,4 +1,4 @@
-"""Each rank steps alone, and every few steps the ranks synchronise their weights: local SGD and DiLoCo."""
+"""Local SGD and DiLoCo: each rank steps alone, and every few steps the ranks synchronise their weights."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -30,25 +30,25 @@ from trainer.parallel.strategy import copied
 
 
 class LocalSGD(Callback):
-    """Steps each rank alone, between synchronisations of the weights.
+    """Lets each rank step alone between synchronisations of the weights.
 
-    Every `every` steps the ranks reduce the pseudo-gradient: each rank's distance from the common weights. It goes
-    through the same chain as gradients. With `average`, the common weights become the mean (Stich 2018,
+    Every `every` steps the ranks reduce the pseudo-gradient, which is each rank's distance from the common weights. It
+    goes through the same Reduce chain as gradients. With `average`, the common weights become the mean (Stich 2018,
     arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217). With `nesterov`, they take DiLoCo's step
     (Douillard et al. 2023, arXiv:2311.08105). With `fragments` and `delay` this is streaming DiLoCo (Douillard et al.
     2025, arXiv:2501.18512).
 
-    Between synchronisations the ranks' weights and moments differ. Validation, checkpoints and export have the mean of
-    the weights. Memory: two copies of the weights, with `nesterov` three.
+    Between synchronisations the ranks' weights and moments differ. Validation, checkpoints and export use the mean of
+    the weights. Memory: two copies of the weights, or three with `nesterov`.
 
     Args:
         every: Steps between two synchronisations of the same weights.
-        warmup_steps: The first steps, with ordinary reduction of gradients.
-        outer: How the common weights take a pseudo-gradient.
-        outer_lr, outer_momentum: Of `nesterov`; null: 0.7 and 0.9, as in DiLoCo.
-        fragments: Parts of the weights, which synchronise one after another, evenly over `every` steps.
-        delay: Steps between the sending of a synchronisation and its result.
-        mix: With `delay`, the share of a rank's own weights when it takes the result; null: 0.5.
+        warmup_steps: Number of first steps in which gradients are reduced as usual.
+        outer: How the common weights follow a pseudo-gradient.
+        outer_lr, outer_momentum: For `nesterov`; null: 0.7 and 0.9, as in DiLoCo.
+        fragments: Parts of the weights that synchronise in turn, evenly over `every` steps.
+        delay: Steps between sending a synchronisation and applying its result.
+        mix: With `delay`, the fraction of a rank's own weights when it applies the result; null: 0.5.
     """
 
     role = Role.SYNC
@@ -82,7 +82,7 @@ class LocalSGD(Callback):
         self.every, self.warmup_steps, self.delay, self.count = every, warmup_steps, delay, fragments
         self.outer = OuterOptimizer.of(outer, outer_lr, outer_momentum, mix, delay)
         self.kept = {"common": self.outer.common, "velocity": self.outer.velocity, "arrived": self.outer.arrived}
-        self.fragments: list[Fragment] = []  # none during the warm-up
+        self.fragments: list[Fragment] = []  # empty during the warm-up
         self.averaged_step = -1  # the step whose mean weights `global_model` has
         self.names: dict[Tensor, str] = {}
         self.due: list[int] = []
@@ -113,7 +113,7 @@ class LocalSGD(Callback):
             raise ConfigError(f"{key}: {reason}; set at most {trainer.step}")
 
     def _end_warmup(self, trainer: Context) -> None:
-        """Call the model without DDP from here on, so that backward reduces nothing."""
+        """Call the model without DDP from now on, so that the backward pass reduces nothing."""
         if trainer.options.check_replicas_every:
             log.info("local_sgd: ranks have different weights from now on; trainer.check_replicas_every does nothing")
         trainer.global_model = trainer.eval_model = copied(trainer.module).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The step of `local_sgd`: fragments of the weights are sent in turn, and arrive some steps later."""
+"""Models the step of `local_sgd`: fragments of the weights are sent in turn, and arrive some steps later."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from trainer.cost.setup import Bucket, Cost, Held, Passes, Setup, StepCost
 from trainer.cost.simulate import Job, Task, simulate
 from trainer.parallel.evenly import evenly
 
-COPIES = 3  # that a synchronisation makes of the weights, without a codec's work
+COPIES = 3  # copies of the weights per synchronisation, without a codec's work
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,16 @@ class LocalSGDCost(Cost):
 
     delay: int = 0
     fragments: int = 1
-    held_copies: int = 2  # of the weights, with two ranks or more
+    held_copies: int = 2  # copies of the weights, with two or more ranks
 
     def parts(self, setup: Setup) -> list[Bucket]:
-        """Return the parts of the weights that are sent one after another."""
+        """Return the parts of the weights that are sent in turn."""
         sizes, shapes = setup.workload.parameters, shapes_of(setup)
         parts = evenly(sizes, self.fragments)
         return [Bucket(tuple(shapes[i] for i in part), sum(sizes[i] for i in part), 1.0, 0) for part in parts]
 
     def step(self, setup: Setup, run: Passes, codec: bool) -> StepCost:
-        """Return a step's cost, by a simulation of three periods."""
+        """Simulate three periods; return the cost of a step."""
         every, parts = self.every, [reduce(setup, part) for part in self.parts(setup)]
         outer_s = copies_s(setup, COPIES) / len(parts)
         sends = {n * every // len(parts) % every: part for n, part in enumerate(parts, 1)}  # by step of a period

@@ -1,4 +1,4 @@
-"""Notices a loss or gradient that is not finite, or far above its usual size, before the optimizer takes it."""
+"""Detects a loss or gradient that is not finite, or far above its usual size, before the optimizer uses it."""
 
 import math
 from typing import Annotated, Any, Literal
@@ -14,25 +14,25 @@ from trainer.cost.setup import Cost
 from trainer.errors import NumericsError
 from trainer.log import log
 
-UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # sums over ranks are of whole numbers of these: the same in any order
+UNIT, NORM_UNIT = 2.0**-16, 2.0**-36  # values are rounded to multiples, so that sums are exact in any order
 LARGEST = 2**52
-DECAY = 0.98  # of the running means that define a spike: about 50 steps
+DECAY = 0.98  # decay of the running means that define a spike: about 50 steps
 KNOWN = 20  # steps until the running means are used
 STATE = ("usual", "taken", "in_a_row", "left_out")
 
 
 class NanGuard(Callback):
-    """Judges each step before the optimizer takes it.
+    """Judges each step before the optimizer applies it.
 
-    All ranks decide the same, from sums over ranks: a collective of three numbers each step.
+    All ranks decide alike, from sums over the ranks: one collective of three numbers per step.
 
     Args:
-        action: `raise` ends the run. `skip` leaves the step out: weights and optimizer stay as they are. `rollback`
-            puts them back to how they were up to `every` steps before (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
-        loss_spike: Act also on a loss of more than so many times its running mean; null: only if it is not finite.
+        action: `raise` ends the run. `skip` skips the step, so that weights and optimizer stay as they are. `rollback`
+            restores them from a copy at most `every` steps old (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
+        loss_spike: Act also if the loss exceeds its running mean by this factor; null: only if it is not finite.
         norm_spike: The same for the gradient's global norm.
-        every: Steps between the copies that `rollback` goes back to. Validations and checkpoints have one more each.
-        most: Actions in a row; after one more, the run ends.
+        every: Steps between the copies for `rollback`. Each validation and each checkpoint makes one more.
+        most: Allowed actions in a row; one more ends the run.
     """
 
     role = Role.GUARD
@@ -47,7 +47,7 @@ class NanGuard(Callback):
     ) -> None:
         self.action, self.every, self.most = action, every, most
         self.spikes = {"loss": loss_spike, "gradient norm": norm_spike}
-        self.usual = dict.fromkeys(self.spikes, 0.0)  # running means, of the steps that were taken
+        self.usual = dict.fromkeys(self.spikes, 0.0)  # running means over the applied steps
         self.taken, self.in_a_row, self.copied_at = 0, 0, -1
         self.left_out: list[list[Any]] = []  # [first step, last step, why]
         self.copies: list[Tensor] = []
@@ -68,7 +68,7 @@ class NanGuard(Callback):
             way_out = "a smaller learning rate, trainer.clip_norm, or callbacks.nan_guard.action=rollback"
             raise NumericsError(f"{message}{row}; try {way_out}")
         first, now = step, list(state(trainer))
-        # A rank may have more state than in its copy, for example of parameters that it alone steps.
+        # A rank may have more state than its copy, for example for parameters that only it steps.
         if not trainer.ranks.agree((int(len(now) != len(self.copies)),))()[0]:
             first = self.copied_at + 1
             copy_into(now, self.copies)
@@ -87,10 +87,10 @@ class NanGuard(Callback):
 
     def on_fit_start(self, trainer) -> None:
         self.buffers = [buffer.clone() for buffer in buffers(trainer)]
-        self._copy(trainer)  # a resumed run goes back to the same state as an uninterrupted one
+        self._copy(trainer)  # so that a resumed run rolls back to the same state as an uninterrupted one
 
     def on_flush(self, trainer) -> None:
-        """Copy at each checkpoint, so that a resume from the checkpoint has the same copy."""
+        """Copy at each checkpoint, so that a resume from it has the same copy."""
         self._copy(trainer)
 
     def on_step_end(self, trainer) -> None:
@@ -113,15 +113,15 @@ class NanGuard(Callback):
 
     @torch.no_grad()
     def _agreed(self, trainer: Context) -> tuple[int, float, float]:
-        """Return the number of ranks with a number that is not finite, the mean loss, and the gradient's global norm.
+        """Return the number of ranks with non-finite values, the mean loss, and the gradient's global norm.
 
-        Waits for the device once. Ranks of different devices may differ in the norm's last bits, so it is their mean.
+        Waits for the device once. The norm is averaged, because its last bits may differ on ranks with other devices.
         """
         zero = torch.zeros((), dtype=torch.float64, device=trainer.device)
         weighed = zip(trainer.losses, trainer.data.weights, strict=True)
         total = sum((loss.double().sum() * weight for loss, weight in weighed if weight), zero)
         loss, norm = torch.stack([total, trainer.strategy.clip(None).to(zero)]).tolist()
-        if trainer.scaler.is_enabled():  # fp16's scaler deals with infinite gradients
+        if trainer.scaler.is_enabled():  # fp16's scaler handles infinite gradients
             norm = 0.0
         bad = not (math.isfinite(loss) and math.isfinite(norm))
         bad, losses, norms = trainer.ranks.agree((int(bad), whole(loss, UNIT), whole(norm, NORM_UNIT)))()
@@ -129,7 +129,7 @@ class NanGuard(Callback):
         return bad, losses * UNIT / copies / max(1, trainer.weight), norms * NORM_UNIT / trainer.world
 
     def _judge(self, trainer: Context, bad: int, loss: float, norm: float) -> str:
-        """Return the reason against this step; empty for a step to take."""
+        """Return the reason to reject this step; empty to apply it."""
         if bad:
             return f"loss or gradient not finite on {bad} of {trainer.world} rank(s)"
         seen = {"loss": loss, "gradient norm": norm}

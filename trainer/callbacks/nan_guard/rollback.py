@@ -1,4 +1,4 @@
-"""The tensors that a step changes, so that they can be copied and put back."""
+"""Finds the tensors that a step changes, so that they can be copied and restored."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ def buffers(trainer: Context) -> list[Tensor]:
 
 
 def state(trainer: Context) -> Iterator[Tensor]:
-    """Yield the tensors that a step changes, also buffers that no checkpoint has."""
+    """Yield the tensors that a step changes, including buffers that are not in checkpoints."""
     yield from (local(tensor.detach()) for tensor in (*trainer.parameters, *trainer.module.buffers()))
     for callback in trainer.callbacks.values():
         if callback.role <= Role.AVERAGE:

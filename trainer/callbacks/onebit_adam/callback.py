@@ -1,4 +1,4 @@
-"""Adam whose variance is frozen after a warm-up, and whose momentum then travels as signs: 1-bit Adam."""
+"""1-bit Adam: after a warm-up the variance is frozen, and the momentum is sent as signs."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,18 +25,18 @@ WARMUP = 100  # steps
 
 
 class OneBitAdam(Callback):
-    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): AdamW in the warm-up; afterwards no gradients are reduced.
+    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): AdamW during the warm-up; no gradients are reduced after it.
 
     After the warm-up each rank adds its own gradient to the momentum. The ranks' momenta are averaged as signs, with
-    error feedback both ways. Their mean moves the weights, and the next momentum starts from it. Weights and moments
-    are the same on all ranks.
+    error feedback in both directions. The mean moves the weights, and the next momentum starts from it. Weights and
+    moments are the same on all ranks.
 
-    On another number of ranks, worker errors become their mean and the shards of server errors are cut anew. The next
-    mean then holds the same part of them. Memory: one copy of the parameters and 1 / N for N ranks; two more during a
-    step.
+    On another number of ranks, worker errors are averaged, and the shards of server errors are split again. The next
+    mean then contains the same part of them. Memory: 1 + 1 / N copies of the parameters for N ranks; two more during
+    a step.
 
     Args:
-        warmup_steps: Steps with plain AdamW; the paper has 15 to 20 % of the run, until the variance is stable.
+        warmup_steps: Steps with plain AdamW, until the variance is stable; 15 to 20 % of the run in the paper.
     """
 
     role = Role.OPTIMIZER
@@ -54,12 +54,12 @@ class OneBitAdam(Callback):
     def __init__(self, warmup_steps: PositiveInt = WARMUP) -> None:
         self.warmup_steps, self.restored_step = warmup_steps, 0
         self.errors = {"worker": Residuals(), "server": Residuals()}
-        self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
+        self.names: dict[Tensor, str] = {}  # names of the parameters, once they are known
         self.frozen: OneBit | None = None  # None during the warm-up
 
     @classmethod
     def variants(cls, at: Situation) -> Iterable[Variant]:
-        """Return nothing before the end of the warm-up: a trial would be plain AdamW."""
+        """Return nothing before the end of the warm-up, because a trial would run plain AdamW."""
         return [Variant({})] if at.ranks > 1 and at.step >= WARMUP else []
 
     def cost(self) -> Cost:
@@ -90,7 +90,7 @@ class OneBitAdam(Callback):
             share_buffers(trainer.module, trainer.strategy.replicas, trainer.strategy.constant_buffers)  # as DDP does
 
     def _freeze(self, trainer: Context, frozen_step: int) -> None:
-        """Freeze the variance, and call the model without DDP from here on, so that backward reduces nothing."""
+        """Freeze the variance, and call the model without DDP from now on, so that backward passes reduce nothing."""
         if not all(self.adam.state.get(p) for p in self.adam.params):
             raise ConfigError(
                 f"callbacks.onebit_adam.warmup_steps={self.warmup_steps}: at step {trainer.step} AdamW has no variance "
@@ -118,14 +118,14 @@ class OneBitAdam(Callback):
 
 
 def adamw(optimizer: Optimizer) -> AdamW:
-    """Return the AdamW that `optimizer` is.
+    """Return `optimizer` if it is an AdamW that 1-bit Adam can continue.
 
     Raises:
-        ConfigError: The optimizer is another one, or has an option that 1-bit Adam lacks.
+        ConfigError: It is another optimizer, or has an option that 1-bit Adam lacks.
     """
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
-            f"optimizer={type(optimizer).__name__}: onebit_adam goes on with AdamW's momentum and variance; "
+            f"optimizer={type(optimizer).__name__}: onebit_adam continues from AdamW's momentum and variance; "
             "use optimizer=adamw, or leave onebit_adam out"
         )
     for key in ("amsgrad", "maximize"):

@@ -1,4 +1,4 @@
-"""The step of `onebit_adam` after its warm-up."""
+"""Models the step of `onebit_adam` after its warm-up."""
 
 from trainer.comm.codecs.sign import sign_bytes
 from trainer.cost.buckets import shapes_of
@@ -7,11 +7,11 @@ from trainer.cost.messages import Message, sent
 from trainer.cost.reduction import copies_s
 from trainer.cost.setup import NO_COST, Cost, Held, Passes, Setup, StepCost
 
-COPIES = 10  # that the unfused step makes of the parameters
+COPIES = 10  # copies of the parameters in an unfused step
 
 
 class OneBitAdamCost(Cost):
-    """Signs of the momentum are exchanged after the backward pass: first of shards, then of their means."""
+    """After the backward pass, signs of the momentum are exchanged: first of shards, then of their means."""
 
     def step(self, setup: Setup, run: Passes, codec: bool) -> StepCost:
         ranks, own = setup.group.ranks, setup.machine.codecs.get(self.codec_name, NO_COST)

@@ -1,4 +1,4 @@
-"""The two halves of 1-bit Adam: a mean over ranks that travels as signs, and AdamW steps with a frozen variance."""
+"""The two halves of 1-bit Adam: a mean over ranks that is sent as signs, and AdamW steps with a frozen variance."""
 
 import math
 from functools import reduce
@@ -19,21 +19,21 @@ from trainer.comm.reduce import AllReduce
 class SignedMean:
     """Averages vectors over ranks as signs: each rank averages one shard and sends its mean to all.
 
-    Both messages are the signs and the mean magnitude of each piece of a shard, a parameter or part of one. Paper: Tang
-    et al. 2021, arXiv:2102.02888. Nothing gets lost. Over steps, the outputs and the errors (the workers' mean, the
-    servers' all) add up to the mean inputs.
+    Both messages have the signs and the mean magnitude of each piece of a shard: a parameter, or part of one. Paper:
+    Tang et al. 2021, arXiv:2102.02888. Nothing gets lost. Over many steps, the outputs and the errors (the mean of the
+    workers', all of the servers') add up to the mean of the inputs.
 
     Args:
         bucket: Layout of the vector.
-        like: An empty tensor of the vector's dtype and device.
-        worker, server: Residuals of a rank's own vector, and of its shard's mean.
+        like: An empty tensor with the vector's dtype and device.
+        worker, server: Residuals of this rank's own vector, and of its shard's mean.
     """
 
     def __init__(self, ends: AllReduce, bucket: Bucket, like: Tensor, worker: Residuals, server: Residuals) -> None:
         self.ends, self.codec = ends, Sign()
         count, rank = bucket.numel(), ends.group.rank()
         size = -(-count // ends.size)
-        self.starts = range(0, size * ends.size, size)  # of shards; the last ones may be shorter, or empty
+        self.starts = range(0, size * ends.size, size)  # starts of shards; the last ones may be shorter, or empty
         self.shards = [bucket.cut(start, start + size) for start in self.starts]
         self.own = self.shards[rank]
         self.worker_error = worker.of(bucket, like.new_empty(count))
@@ -65,13 +65,13 @@ class SignedMean:
 
 
 class OneBit:
-    """Stands for `optimizer`, which steps by itself until `freeze`.
+    """Wraps `optimizer`, which steps by itself until `freeze`.
 
-    Afterwards each rank adds its own gradients to the momenta. The weights move by the mean momentum over the root of
-    the frozen variance.
+    Afterwards each rank adds its own gradients to the momenta. The weights move by the mean momentum divided by the
+    root of the frozen variance.
 
-    The bias corrections stay, so that steps do not jump: the momentum's goes on, the variance's is frozen with it. An
-    element whose frozen variance is zero is not moved: a sign is never zero.
+    The bias corrections remain, so that steps do not jump: the momentum's continues, and the variance's is frozen with
+    it. An element whose frozen variance is zero does not move, because a sign is never zero.
     """
 
     def __init__(self, optimizer: AdamW) -> None:
@@ -85,8 +85,8 @@ class OneBit:
     def freeze(self, frozen_step: int, ends: AllReduce, worker: Residuals, server: Residuals) -> None:
         """Freeze the variance.
 
-        `frozen_step` is the number of steps that the variance has seen. 0 means as many as the momentum, and corrects
-        its bias now. An AdamW that resumes from it makes steps that are too short, if anything.
+        `frozen_step` is the number of steps that the variance has seen. 0 means as many as the momentum has, and
+        corrects its bias now. An AdamW that resumes from this state makes steps that are too short, if anything.
         """
         self.count = int(self.optimizer.state[self.params[0]]["step"])
         for group in self.optimizer.param_groups if not frozen_step else ():
@@ -104,7 +104,7 @@ class OneBit:
             return
         self.count += 1
         for group in self.optimizer.param_groups:
-            # A parameter that this rank's loss does not depend on has no gradient, and no DDP that gives it one.
+            # A parameter on which this rank's loss does not depend has no gradient, because no DDP supplies one.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in group["params"]]
             torch._foreach_lerp_(self._state("exp_avg", group["params"]), gradients, 1 - group["betas"][0])
             torch._foreach_add_(self._state("step", group["params"]), 1)

@@ -1,4 +1,4 @@
-"""Sends each bucket of gradients in the order in which the next forward pass needs them, and steps it only then."""
+"""Sends buckets of gradients in the order in which the next forward pass needs them, and steps each only then."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -24,13 +24,13 @@ from trainer.optim.wrapper import OptimizerProxy
 
 
 class Overlap(Callback):
-    """Hides the network behind the next forward pass, like ByteScheduler (Peng et al. 2019) and BytePS's cross-barrier.
+    """Hides communication behind the next forward pass, like ByteScheduler (Peng et al. 2019) or BytePS.
 
-    The weights are plain DDP's with buckets of the same size, bit for bit, step for step. Between steps the weights are
-    one step behind, until `on_flush`.
+    The weights are bit-equal, step for step, to plain DDP's with buckets of the same size. Between steps they lag one
+    step behind, until `on_flush`.
 
-    The rehearsal ends DDP's part: gradients go into buckets of DDP's layout, for the bits of its sums. Rank 0 derives
-    the order of sending from the rehearsal's times, and all ranks follow it.
+    DDP is only used in the rehearsal. Afterwards gradients go into buckets of DDP's layout, so that sums have the same
+    bits. Rank 0 derives the sending order from the rehearsal's times, and all ranks follow it.
     """
 
     role = Role.OPTIMIZER
@@ -48,7 +48,7 @@ class Overlap(Callback):
     }
 
     def __init__(self) -> None:
-        self.pending: dict[DeferredBucket, None] = {}  # sent, and not stepped yet
+        self.pending: dict[DeferredBucket, None] = {}  # sent but not stepped yet
         self.sent = 0  # buckets of this step
         self.fresh = True  # this step has had no forward pass yet
         self.unused: set[Tensor] = set()  # parameters that this rank did not use in the pending step
@@ -62,7 +62,7 @@ class Overlap(Callback):
         return OverlapCost()
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
-        # A bucket that is being sent is not interrupted, so small buckets are better. But each call of NCCL costs much.
+        # Sending a bucket can't be interrupted, so small buckets are better, except that each NCCL call is expensive.
         mib = 25.0 if trainer.ranks.backend == "nccl" else 1.0
         trainer.ddp["bucket_cap_mb"] = trainer.ddp["bucket_cap_mb"] or mib
         return model
@@ -90,7 +90,7 @@ class Overlap(Callback):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
         self.order: list[int] = trainer.ranks.first(self.record.order())
         trainer.strategy.unwrap()
-        # Before the hooks of others, which may make a weight of parameters, as those of torch.nn.utils.prune do.
+        # Run before other hooks, which may compute a weight from parameters, as torch.nn.utils.prune does.
         self.hooks = [
             trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module), prepend=True)
         ]
@@ -103,11 +103,11 @@ class Overlap(Callback):
         self.hooks += [rest, *(p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters)]
 
     def on_fit_end(self, trainer) -> None:
-        for hook in self.hooks:  # hooks of parameters keep the trainer alive, past Python's collector
+        for hook in self.hooks:  # parameter hooks would keep the trainer alive, which Python's collector can't see
             hook.remove()
 
     def _share_buffers(self, module: nn.Module) -> None:
-        """Copy rank 0's buffers before the first forward pass of a step, as DDP does."""
+        """Broadcast rank 0's buffers before the first forward pass of a step, as DDP does."""
         if module.training and self.fresh:
             share_buffers(module, self.trainer.strategy.replicas, self.trainer.strategy.constant_buffers)
             self.fresh = False
@@ -117,7 +117,7 @@ class Overlap(Callback):
 
     @torch.no_grad()
     def _collect(self, p: Tensor) -> None:
-        """Take the gradient of `p` from backward; send the buckets that are next in the order and complete."""
+        """Note that the gradient of `p` is ready; send complete buckets in their order."""
         bucket = self.bucket_of[p]
         bucket.missing -= {p} if self.trainer.strategy.syncing else set()  # the step's last micro-batch
         if not bucket.missing:
@@ -152,7 +152,7 @@ class Overlap(Callback):
         self.sent, self.fresh, self.trainer.lag = 0, True, 1
 
     def _send_unused(self) -> None:
-        """Send the buckets that still wait for gradients. A parameter that no rank has used is not stepped."""
+        """Send the buckets that still wait for gradients. A parameter that no rank used is not stepped."""
         late = [bucket for bucket in self.buckets if bucket.missing]
         self.unused = {p for bucket in late for p in bucket.missing if p.grad is None}
         self.unused_by = self.trainer.ranks.agree(tuple(int(p in self.unused) for p in self.trainer.parameters))
@@ -163,7 +163,7 @@ class Overlap(Callback):
 
     @torch.no_grad()
     def _finish(self, buckets: Mapping[DeferredBucket, None]) -> None:
-        """Wait for these buckets, and step them and all others that have arrived."""
+        """Wait for these buckets; step them and all others that have arrived."""
         if needed := self.pending.keys() & buckets.keys():
             for bucket in needed:
                 bucket.mean.wait()
@@ -175,6 +175,6 @@ class Overlap(Callback):
             self.trainer.lag = 1 if self.pending else 0
 
     def _by_no_rank(self) -> set[Tensor]:
-        """Return the parameters that no rank has used in the pending step."""
+        """Return the parameters that no rank used in the pending step."""
         counts = zip(self.trainer.parameters, self.unused_by(), strict=True)
         return {p for p, count in counts if count == self.trainer.world}

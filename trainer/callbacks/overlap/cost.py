@@ -1,4 +1,4 @@
-"""The step of `overlap`: the next forward pass hides messages, too."""
+"""Models the step of `overlap`, in which the next forward pass hides messages too."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from trainer.cost.reduction import copying
 from trainer.cost.setup import Bucket, Cost, Held, Passes, Setup
 from trainer.cost.simulate import Job, Task, simulate
 
-MIB = 1.0  # of a bucket on gloo; on NCCL all buckets have DDP's size
-STEPS = 4  # after so many, steps are alike
+MIB = 1.0  # size of a bucket on gloo; on NCCL buckets have DDP's size
+STEPS = 4  # simulated steps, after which further ones are alike
 
 
 class OverlapCost(Cost):
@@ -18,10 +18,10 @@ class OverlapCost(Cost):
         return [DEFAULT_MIB if setup.machine.background else MIB]
 
     def reduce_s(self, setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float:
-        """Return the seconds of a step, by a simulation of several. The optimizer steps each bucket when it arrives."""
+        """Simulate several steps; return the seconds of one. The optimizer steps each bucket when it arrives."""
         copy, count = copying(setup), len(buckets)
         total = sum(bucket.elements for bucket in buckets)
-        order = sorted(range(count), key=lambda b: buckets[b].first)  # of need
+        order = sorted(range(count), key=lambda b: buckets[b].first)  # the order of need
         before = setup.passes - 1
         first_s = run.before_s / 3 / before if before else run.forward_s  # the forward pass that waits for buckets
         tasks: list[Task] = []

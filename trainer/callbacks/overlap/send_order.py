@@ -1,4 +1,4 @@
-"""The order in which a forward pass needs parameters, and in which to send their buckets."""
+"""Records when a forward pass needs parameters, and derives the order in which to send their buckets."""
 
 import math
 import time
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import Reduce
 
-PASSES = 5  # in a rehearsal: the times of a single pass are too noisy
+PASSES = 5  # passes of a rehearsal, because the times of a single one are too noisy
 
 
 class Record:
-    """The times of the rehearsal, in seconds of the clock: of each module's call, each gradient, each reduction.
+    """The rehearsal's times, in seconds: of each module's call, each gradient and each reduction.
 
-    Only the pass with the shortest backward counts, among the last ones: it has waited least.
+    Only the pass with the shortest backward counts, among the last ones, because it has waited least.
     """
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
@@ -24,7 +24,7 @@ class Record:
         self.called_s: dict[nn.Module, float] = {}
         self.ready_s: dict[Tensor, float] = {}
         self.passes = [(self.called_s, self.ready_s)]
-        self.send_s: dict[int, float] = {}  # by the number of elements
+        self.send_s: dict[int, float] = {}  # number of elements -> seconds
         self.layout: list[list[Tensor]] = []  # the parameters in each of DDP's buckets, of the last pass
         self.hooks: list[Any] = [
             *(child.register_forward_pre_hook(lambda child, _: self._note_call(child)) for child in module.modules()),
@@ -35,7 +35,7 @@ class Record:
         if module is self.module and self.ready_s:
             self.called_s, self.ready_s, self.layout = {}, {}, []
             self.passes.append((self.called_s, self.ready_s))
-        self.called_s.setdefault(module, time.monotonic())  # later calls may recompute, in backward
+        self.called_s.setdefault(module, time.monotonic())  # later calls may be recomputations in the backward pass
 
     def _note_gradient(self, p: Tensor) -> None:
         self.ready_s[p] = now(p.device)
@@ -52,7 +52,7 @@ class Record:
         return timed
 
     def end(self) -> dict[nn.Module, list[Tensor]]:
-        """Stop recording. Return the parameters that a call of each module needs."""
+        """Stop recording; return the parameters that a call of each module needs."""
         for hook in self.hooks:
             hook.remove()
         whole = [times for times in self.passes if times[1]][-PASSES:]
@@ -63,7 +63,7 @@ class Record:
 
     def order(self) -> list[int]:
         """Return the order in which to send the buckets of `layout`."""
-        last_s = max(self.ready_s.values())  # for parameters that the pass did not use
+        last_s = max(self.ready_s.values())  # used for parameters that the pass did not use
         need_s: dict[Tensor, float] = {}
         for module, params in self.needs.items():
             need_s |= {p: min(self.called_s[module], need_s.get(p, math.inf)) for p in params}
@@ -76,16 +76,17 @@ class Record:
 
 
 def now(device: torch.device) -> float:
-    """Return the time when the device has done all that this thread has enqueued."""
+    """Return the time after the device has finished all work that this thread has enqueued."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.monotonic()
 
 
 def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """Return the parameters that a call of a module needs: its own, and those of children that nobody calls.
+    """Return the parameters that a call of a module needs: its own, and those of children that are never called.
 
-    nn.MultiheadAttention uses its projection's weight so, but not the projection. `called` are the rehearsal's calls.
+    For example, nn.MultiheadAttention uses its projection's weight without calling the projection. `called` has the
+    modules that the rehearsal called.
     """
     caller = module if module in called else caller
     own: list[Tensor] = list(module.parameters(recurse=False))
@@ -97,10 +98,10 @@ def needed_by(module: nn.Module, caller: nn.Module, called: set[nn.Module]) -> d
 
 
 def send_order(ready_s: list[float], need_s: list[float], send_s: list[float]) -> list[int]:
-    """Order buckets by the times when each is ready and is needed, and by the duration of sending.
+    """Order buckets by when each is ready, when it is needed, and how long sending takes.
 
-    Whenever the link is free, the ready bucket that is needed first goes next. A bucket that is being sent is not
-    interrupted. This is ByteScheduler's order (Peng et al. 2019), computed in advance.
+    Whenever the link is free, the ready bucket that is needed first is sent, without interruption. This is
+    ByteScheduler's order (Peng et al. 2019), computed in advance.
     """
     waiting, order, now = set(range(len(ready_s))), list[int](), min(ready_s)
     while waiting:

@@ -1,20 +1,20 @@
-"""Cuts a row of blocks into stages, so that the costliest costs least."""
+"""Cuts a sequence of blocks into stages so that the costliest stage costs as little as possible."""
 
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
-Fits = Callable[[int, int, int], bool]  # (stage, its first block, the one after its last) -> whether it has room
+Fits = Callable[[int, int, int], bool]  # (stage, first block, stop) -> whether it fits
 
 
 def best_cut(blocks: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...] | None:
-    """Cut a row of blocks so that the costliest stage costs least; return the first block of each, None if none can.
+    """Return the first block of each stage so that the costliest stage costs least; None if no cut is possible.
 
     Args:
-        cost: (stage, its first block, the one after its last) -> its cost; inf if there can't be such a stage.
+        cost: (stage, first block, stop) -> the stage's cost; inf if there can't be such a stage.
     """
-    # best[s][i]: the least cost of the costliest of s stages that run the first i blocks.
+    # best[s][i]: the cost of the costliest stage, minimised over the cuts of the first i blocks into s stages.
     best = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
     cut = [[0] * (blocks + 1) for _ in range(stages + 1)]
     best[0][0] = 0.0
@@ -35,12 +35,12 @@ def best_cut(blocks: int, stages: int, cost: Callable[[int, int, int], float]) -
 def balance(
     costs: Sequence[float], slow: Sequence[float], head: float, tail: float, fits: Fits
 ) -> tuple[int, ...] | None:
-    """Return the first block of each stage, so that the slowest takes least, of those that fit; None if none does.
+    """Return the first block of each stage so that the slowest stage is as fast as possible; None if no cut fits.
 
     Args:
-        costs: Of each block; at least as many as stages.
-        slow: Of each stage: a factor on all of its costs.
-        head, tail: The first stage costs as much more, and the last one.
+        costs: Cost per block; there are at least as many blocks as stages.
+        slow: Slowdown per stage: a factor on all of its costs.
+        head, tail: Extra cost of the first stage, and of the last one.
     """
     sums, last = [0.0, *accumulate(costs)], len(slow) - 1
 

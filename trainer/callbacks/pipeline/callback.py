@@ -1,4 +1,4 @@
-"""Runs the model as a pipeline: each rank has some of its blocks, and micro-batches pass from rank to rank."""
+"""Runs the model as a pipeline: each rank has some of the blocks, and micro-batches pass from rank to rank."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -37,23 +37,23 @@ ASYNC = "pipedream_2bw"
 
 
 class PipelineParallel(Callback):
-    """Cuts the model into stages between its blocks (Huang et al. 2018, arXiv:1811.06965).
+    """Cuts the model between its blocks into stages (Huang et al. 2018, arXiv:1811.06965).
 
-    The ranks are a mesh of `stages` x replicas: rank = stage * replicas + replica. Without dropout, weights and losses
-    have the unsplit model's bits. With it, each block draws numbers of its own, which no cut or schedule changes.
+    The ranks form a mesh of `stages` x replicas: rank = stage * replicas + replica. Without dropout, weights and losses
+    are bit-equal to the unsplit model's. With dropout, each block draws its own numbers, whatever the cut and schedule.
 
     Args:
-        stages: Ranks of a pipeline. It divides the number of ranks.
+        stages: Ranks per pipeline. It must divide the number of ranks.
         schedule: The order of the passes: `gpipe`, `1f1b` (Narayanan et al. 2019, arXiv:1806.03377), `interleaved`
-            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). These three cut the
-            model into two stages for each rank. `pipedream_2bw` (2021, arXiv:2006.09503) is asynchronous, and not
-            exact: a step applies the gradient of the batch before.
-        cut: The first block of each stage but the first. `auto` measures the time of each block on each rank,
-            in forward passes of the first micro-batch. `auto` also counts the bytes that a block keeps for its backward
-            pass, and leaves out cuts that do not fit the ranks' memory. A resume keeps the cut.
-        memory_gib: GiB that a rank may take, for `cut=auto`; null: what its GPU has. On a CPU, null is no limit.
-        run_ahead: Forward passes by which a stage of `pipedream_2bw` is ahead of the next one. More of them hide slower
-            messages, and keep more activations.
+            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). The last three cut the
+            model into two stages per rank. `pipedream_2bw` (2021, arXiv:2006.09503) is asynchronous and not exact: a
+            step applies the gradient of the previous batch.
+        cut: The first block of each stage except the first. `auto` times each block on each rank in forward passes of
+            the first micro-batch. It also measures the bytes that a block saves for its backward pass, and skips cuts
+            that exceed the ranks' memory. A resume keeps the cut.
+        memory_gib: GiB that a rank may use, for `cut=auto`; null: its GPU's memory. On a CPU, null means no limit.
+        run_ahead: Forward passes by which a stage of `pipedream_2bw` runs ahead of the next one. More of them hide
+            slower messages, but keep more activations.
     """
 
     role = Role.SPLIT
@@ -96,9 +96,9 @@ class PipelineParallel(Callback):
 
     @classmethod
     def variants(cls, at: Situation) -> Iterable[Variant]:
-        """Return pipelines of 2 ranks, of 4 and so on. GPipe and interleaved stages lie between the two schedules.
+        """Return pipelines of 2 ranks, 4 ranks and so on, with and without optimizer state sharded over the replicas.
 
-        Their optimizer's state is sharded over replicas, or not.
+        GPipe and interleaved stages are left out, because they lie between `1f1b` and `zero_bubble`.
         """
         for stages in (2**n for n in range(1, at.ranks.bit_length()) if at.ranks % 2**n == 0):
             for schedule in ("1f1b", "zero_bubble", ASYNC):
@@ -168,7 +168,7 @@ class PipelineParallel(Callback):
         return self.strategy.forward_backward
 
     def on_fit_end(self, trainer) -> None:
-        self.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector
+        self.strategy.unwrap()  # parameter hooks would keep the trainer alive, which Python's collector can't see
 
     def on_fit_start(self, trainer) -> None:
         trainer.lag = int(not self.exact)
@@ -193,7 +193,7 @@ class PipelineParallel(Callback):
         return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
 
     def _resumed(self, trainer: Context, blocks: int) -> tuple[int, ...] | None:
-        """Return the cut of the checkpoint that the run resumes, if it has as many stages."""
+        """Return the cut in the resumed checkpoint, if it has the same number of stages."""
         name = name_of(self, trainer.callbacks)
         saved = trainer.plan.manifest.get("decisions", {}).get(name, {})
         starts = saved.get("starts", []) if fits(saved, dict[str, Any]) else []
@@ -202,9 +202,9 @@ class PipelineParallel(Callback):
         return self._checked(starts[1:], blocks)
 
     def _try(self, trainer: Context, model: nn.Module, blocks: list[nn.Module]) -> Trial | None:
-        """Run the first micro-batch through the whole model; None if no rank can, or the data has no order."""
+        """Run the first micro-batch through the whole model. None if no rank can, or if the data is an iterable."""
         plan, recipe, found = trainer.plan, trainer.recipe, None
-        if plan.order is not None:  # else a walk through the data would take its first batches
+        if plan.order is not None:  # else reading a batch would consume it
             split = Split(trainer.batch, self.replicas, plan.accumulate)
             loader = Loader(
                 plan.source, plan.order, split, replace(plan.data, workers=0), rank=self.mesh.place.get("data", 0),
@@ -220,16 +220,16 @@ class PipelineParallel(Callback):
         return found if self.trials else None
 
     def _cut(self, trainer: Context, model: nn.Module, blocks: list[nn.Module]) -> tuple[int, ...]:
-        """Return the first block of each stage: by measured times, else so that parameters are spread evenly.
+        """Return the first block of each stage: balanced by measured times, or else by parameters.
 
         Raises:
-            ConfigError: No cut fits into the memory of the ranks.
+            ConfigError: No cut fits into the ranks' memory.
         """
         layout = Layout(tuple(range(self.virtual)), len(blocks), self.stages, self.schedule == "zbv")
         ranks, replicas = [layout.rank(stage) for stage in range(self.virtual)], self.replicas
         place = [[rank * replicas + i for i in range(replicas)] for rank in ranks]
         if not self.trials:
-            log.info("pipeline: no times are measured, so stages get even numbers of parameters")
+            log.info("pipeline: no times were measured, so stages get even numbers of parameters")
 
         def cut(fits: Fits) -> tuple[int, ...] | None:
             if self.trials:
@@ -243,7 +243,7 @@ class PipelineParallel(Callback):
         live = in_flight(self.schedule, self.virtual, self.stages, trainer.plan.accumulate, self.run_ahead)
         room = make_room(trainer, model, blocks, self.trials, limits, live, 1 if self.exact else 2)
         starts = cut(room.fits)
-        if starts and not room.holds(starts, ranks):  # two stages of a rank, which fit one by one
+        if starts and not room.holds(starts, ranks):  # a rank's two stages may fit alone but not together
             room = room.halved()
             starts = cut(room.fits)
         if not starts:
@@ -251,7 +251,7 @@ class PipelineParallel(Callback):
         return starts
 
     def _refuse_unlike(self, model: nn.Module) -> None:
-        """Refuse a model whose stages have nothing to train, or of which more than two ranks share a parameter."""
+        """Refuse a model with a stage that trains nothing, or with a parameter that more than two ranks share."""
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         idle = set(range(self.virtual)) - {stage for name in trained for stage in self.holders[name]}
         if idle:
@@ -267,7 +267,7 @@ class PipelineParallel(Callback):
         """Return the first block of each stage.
 
         Raises:
-            ConfigError: The cut does not give each stage a block.
+            ConfigError: The cut leaves a stage without a block.
         """
         starts = (0, *cut)
         rises = all(one < other for one, other in zip(starts, (*cut, blocks), strict=True))

@@ -1,4 +1,4 @@
-"""The step of a pipeline: the share of its slowest stage, its idle time, its messages and its activations."""
+"""Models a pipeline's step: the slowest stage's share, idle time, messages and activations."""
 
 import functools
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from trainer.callbacks.pipeline.balance import TWICE, balance
 from trainer.cost.collectives import Wire
 from trainer.cost.setup import Cost, Held, Passes, Setup, StepCost
 
-SPLIT = 1.25  # of a backward pass whose gradients of inputs come before those of weights: docs/cost-model.md
-IDLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}  # of GPipe's idle time
+SPLIT = 1.25  # factor on a backward pass that splits input and weight gradients: docs/cost-model.md
+IDLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}  # relative to GPipe's idle time
 ASYNC = "pipedream_2bw"
 
 
 @dataclass(frozen=True)
 class PipelineCost(Cost):
-    """The costs of a schedule with `stages` ranks."""
+    """The costs of a pipeline schedule over `stages` ranks."""
 
     ddp_buckets: bool = False
     checkpoint_parts: bool = True
@@ -42,13 +42,13 @@ class PipelineCost(Cost):
         return StepCost(messages.seconds + idle_s, messages.sent_bytes)
 
     def in_flight(self, setup: Setup) -> float:
-        """Return the micro-batches whose activations the first stage holds."""
+        """Return the number of micro-batches whose activations the first stage holds."""
         if self.schedule == "gpipe":
             return setup.passes
         return self.run_ahead * (self.stages - 1) + 1 if self.schedule == ASYNC else min(setup.passes, self.stages)
 
     def hold(self, setup: Setup, held: Held) -> Held:
-        """Return the bytes of a rank: 2BW keeps two versions of the weights, each with gradients."""
+        """Return the bytes that a rank holds. 2BW keeps two versions of the weights, each with gradients."""
         if self.schedule != ASYNC:
             return held
         size = setup.gradient_bytes
@@ -56,21 +56,21 @@ class PipelineCost(Cost):
 
 
 def idle(setup: Setup, schedule: str) -> float:
-    """Return the idle seconds of a pipeline, of the seconds that a stage works.
+    """Return a pipeline's idle time as a fraction of the time that a stage computes.
 
     With p stages and m micro-batches it is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019).
-    Two chunks a rank halve it (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 keeps a third (Qi et al.
-    2024, arXiv:2401.10241), if the gradients of inputs and of weights take as long as the forward pass. ZBV and 2BW
-    keep nothing. The slowest of unequal stages waits once for the others.
+    Two chunks per rank halve it (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 leaves a third (Qi et al. 2024,
+    arXiv:2401.10241), if input gradients and weight gradients each take as long as the forward pass. ZBV and 2BW
+    leave none. With unequal stages, the slowest waits once for the others.
     """
     return IDLE.get(schedule, 0.0) * (1 / setup.stage_share - 1) / setup.passes
 
 
 def exchanged(setup: Setup, schedule: str) -> StepCost:
-    """Return the seconds in which a stage's messages wait in the filling of the pipeline, and the bytes of a stage.
+    """Return the seconds that messages add while the pipeline fills and drains, and the bytes that a stage sends.
 
-    Other messages run beside the passes. `2 (p - 1)` messages follow each other when the pipeline fills and drains. At
-    the end of a step the first stage and the last exchange the gradients of tied parameters; ZBV has both on a rank.
+    Filling and draining takes `2 (p - 1)` messages in sequence; all others overlap with the passes. At the end of a
+    step the first stage and the last exchange the gradients of tied parameters; ZBV has both on one rank.
     """
     machine, stages = setup.machine, setup.stages
     size, tied = setup.workload.boundary_bytes * setup.micro, setup.workload.tied_bytes * (schedule != "zbv")
@@ -81,17 +81,17 @@ def exchanged(setup: Setup, schedule: str) -> StepCost:
     return StepCost(seconds, 2 * setup.passes * size + tied)
 
 
-@functools.lru_cache(maxsize=64)  # a search asks for the same few thousands of times
+@functools.lru_cache(maxsize=64)  # a search asks for the same few again and again
 def parts_of_ranks(
     parts: tuple[float, ...], ranks: int, schedule: str, cut: tuple[int, ...] | None
 ) -> Sequence[Sequence[int]]:
-    """Return the parts of each rank, cut as `pipeline` does; nothing if there are fewer blocks than stages.
+    """Return the parts on each rank, cut as `pipeline` does; nothing if there are fewer blocks than stages.
 
-    Stage s is of rank s modulo `ranks`. ZBV gives the second ones in reverse order.
+    Rank s modulo `ranks` runs stage s. With ZBV, the second stages are assigned in reverse order.
 
     Args:
-        parts: Share of the passes before the blocks, of each block, and after them.
-        cut: The first block of each stage but the first; None: the slowest stage takes the least time.
+        parts: Shares of the passes: before the blocks, per block, and after them.
+        cut: The first block of each stage except the first; None: the cut with the fastest slowest stage.
     """
     stages, blocks = ranks * (2 if schedule in TWICE else 1), parts[1:-1]
     if len(blocks) < stages:

@@ -1,4 +1,4 @@
-"""Counts the bytes that stages need, and those that ranks have for them."""
+"""Computes the bytes that stages need, and the bytes that ranks have for them."""
 
 from collections.abc import Sequence
 
@@ -25,13 +25,13 @@ def make_room(
     live: Sequence[int],
     versions: int,
 ) -> Room:
-    """Return the bytes that stages need and may take.
+    """Return the bytes that stages need and the bytes available to them.
 
     Args:
-        trials: Of all ranks; empty if the model was not tried, and then saved bytes count as none.
-        limits: Of each stage.
-        live: Of each stage: the micro-batches between their forward and their backward pass, at most.
-        versions: Of the weights, each with gradients.
+        trials: One per rank. Empty if the model was not tried; saved bytes then count as 0.
+        limits: Bytes available per stage.
+        live: Per stage, the most micro-batches between their forward and their backward pass.
+        versions: Versions of the weights, each with gradients.
     """
     of_state = state_bytes(trainer)
     averaged = bool(has(trainer, Role.AVERAGE))
@@ -42,25 +42,25 @@ def make_room(
     saved, stream = [0.0] * (len(blocks) + 2), 0
     if trials:
         saved, stream = [max(column) for column in zip(*(t.saved for t in trials), strict=True)], trials[0].stream
-    if trials and has(trainer, Role.RECOMPUTE):  # the least that a recomputed block keeps: its input
+    if trials and has(trainer, Role.RECOMPUTE):  # a recomputed block saves at least its input
         saved = [saved[0], *(min(each, stream) for each in saved[1:-1]), saved[-1]]
     return Room(Sizes(part_sums(model, blocks, held), saved, stream), limits, live, trainer.plan.accumulate)
 
 
 def has(trainer: Context, role: Role) -> list[str]:
-    """Return the names of the callbacks of a role."""
+    """Return the names of the callbacks with this role."""
     return [name for name, other in trainer.callbacks.items() if role in (other.role, *other.also)]
 
 
 def state_bytes(trainer: Context) -> float:
-    """Return the bytes of optimizer state for each byte of a parameter. The replicas of a stage may share the state."""
+    """Return the bytes of optimizer state per parameter byte. A stage's replicas may share the state."""
     split = any(Role.SPLIT in other.shares_with for other in trainer.callbacks.values())
     replicas = trainer.world // max(other.stages for other in trainer.callbacks.values()) if split else 1
     return state_share(trainer.new_optimizer, trainer.device) / replicas
 
 
 def refuse(room: Room) -> ConfigError:
-    """Return the refusal of all cuts, with the bytes of the best one."""
+    """Return the error for a model that no cut fits, with the bytes of the best cut."""
     stage, needs = room.tightest()
     fixed, saved, messages = (f"{need / MIB:.4g}" for need in needs)
     limit = f"{room.limits[stage] / MIB:.4g}"

@@ -1,4 +1,4 @@
-"""Chooses where a pipeline's stages begin: the slowest takes the least time, and each fits the memory of its ranks."""
+"""Chooses the cut of a pipeline: the slowest stage is as fast as possible, and each fits its ranks' memory."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -11,25 +11,25 @@ from trainer.callbacks.pipeline.balance import Fits, balance, best_cut
 from trainer.callbacks.pipeline.profile_blocks import Trial
 
 ALIKE = 1.1  # ranks whose times differ by less count as equally fast
-USABLE = 0.9  # of a GPU's free memory; the rest is for gaps between tensors, and for kernels
+USABLE = 0.9  # fraction of a GPU's free memory; the rest is for fragmentation and for kernels
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model in parts: before the blocks, each block, after the blocks."""
+    """Bytes of a model's parts: before the blocks, each block, after the blocks."""
 
     fixed: list[float]  # parameters, gradients, optimizer state
-    saved: list[float]  # kept for the backward pass of a micro-batch
+    saved: list[float]  # activations kept for a micro-batch's backward pass
     stream: int = 0  # sent between two stages, per micro-batch
 
 
 class Room:
-    """The bytes that stages need, and those that they may take.
+    """The bytes that stages need, and the bytes available to them.
 
     Args:
-        limits: Of each stage: of the rank with the least that runs it.
-        live: Of each stage: the micro-batches between their forward and their backward pass, at most.
-        micros: Of a step; torch allocates a message for each.
-        half: A limit is half of a rank's, which two stages share.
+        limits: Bytes available per stage: the minimum over the ranks that run it.
+        live: Per stage, the most micro-batches between their forward and their backward pass.
+        micros: Micro-batches per step; torch allocates a message for each.
+        half: Whether a limit is half of a rank's, because two stages share the rank.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Room:
         self.fixed, self.saved = [0.0, *accumulate(sizes.fixed)], [0.0, *accumulate(sizes.saved)]
 
     def need(self, stage: int, start: int, stop: int) -> tuple[float, float, float]:
-        """Return the bytes of a stage of the blocks `start` to `stop`: fixed ones, saved ones, messages."""
+        """Return the bytes of a stage with the blocks `start` to `stop`: fixed, saved, and for messages."""
         low = start + 1 if stage else 0
         high = stop + 1 + (stage == self.stages - 1)
         ends = (stage > 0) + (stage < self.stages - 1)
@@ -51,11 +51,11 @@ class Room:
         return sum(self.need(stage, start, stop)) <= self.limits[stage]
 
     def halved(self) -> "Room":
-        """Return the room of each of two stages that share a rank."""
+        """Return the room for each of two stages that share a rank."""
         return Room(self.sizes, [limit / 2 for limit in self.limits], self.live, self.micros, half=True)
 
     def holds(self, starts: Sequence[int], ranks: Sequence[int]) -> bool:
-        """Return whether the stages fit together on their ranks, `ranks` of each stage."""
+        """Return whether all stages fit on their ranks; `ranks` has the rank of each stage."""
         needs = dict.fromkeys(ranks, 0.0)
         ends = (*starts[1:], self.blocks)
         for stage, rank in enumerate(ranks):
@@ -63,7 +63,7 @@ class Room:
         return all(needs[rank] <= limit for rank, limit in zip(ranks, self.limits, strict=True))
 
     def tightest(self) -> tuple[int, tuple[float, float, float]]:
-        """Return the fullest stage of the cut that fills the fullest one least, and the bytes that it needs."""
+        """Return the fullest stage, and its bytes, in the cut whose fullest stage needs the least."""
 
         def share(stage: int, start: int, stop: int) -> float:
             return sum(self.need(stage, start, stop)) / max(self.limits[stage], 1.0)
@@ -76,24 +76,24 @@ class Room:
 
 
 def in_flight(schedule: str, stages: int, ranks: int, micros: int, run_ahead: int) -> list[int]:
-    """Return the most micro-batches of each stage between forward and backward pass, or a bound above it."""
+    """Return, per stage, an upper bound on the micro-batches between their forward and their backward pass."""
     if schedule == "pipedream_2bw":
         return [run_ahead * (stages - 1 - stage) + 1 for stage in range(stages)]
     by_stage: dict[str, Callable[[int], int]] = {
         "gpipe": lambda stage: micros,
         "interleaved": lambda stage: min(stages, 2 * (stages - stage) - 1),
-        "zero_bubble": lambda stage: stages if stage < ranks else ranks,  # weights' gradients come later
+        "zero_bubble": lambda stage: stages if stage < ranks else ranks,  # weight gradients are computed later
     }
     most = by_stage.get(schedule, lambda stage: stages - stage)
     return [min(micros, most(stage)) for stage in range(stages)]
 
 
 def cut_by_time(trials: Sequence[Trial], place: Sequence[Sequence[int]], fits: Fits) -> tuple[int, ...] | None:
-    """Return the first block of each stage, so that the slowest stage takes the least time; None if none fits.
+    """Return the first block of each stage so that the slowest stage is as fast as possible; None if no cut fits.
 
     Args:
-        trials: Of each rank.
-        place: The ranks that run each stage: they wait for the slowest.
+        trials: One per rank.
+        place: The ranks that run each stage; the slowest of them determines its speed.
     """
     totals = [trial.total for trial in trials]
     slow = [max(totals[rank] for rank in ranks) / min(totals) for ranks in place]
@@ -108,7 +108,7 @@ def cut_by_time(trials: Sequence[Trial], place: Sequence[Sequence[int]], fits: F
 
 
 def memory_limit(device: torch.device) -> float | None:
-    """Return the bytes that this process may take of a GPU; None on a CPU, whose limit is unknown."""
+    """Return the GPU memory available to this process, in bytes; None on a CPU, whose limit is unknown."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -21,10 +21,10 @@ Links = list[list[dist.ProcessGroup]]  # [even or odd earlier stage][outputs or 
 
 
 def open_links(ranks: Ranks, pipes: list[list[int]]) -> Links:
-    """Make a group for each direction of the link between two stages. A collective.
+    """Create a process group for each direction of the links between stages. A collective.
 
-    NCCL runs the messages of a group one after another. So a message never waits for one of another neighbour, or for
-    one of the other direction, which may need it first.
+    NCCL runs the messages of a group in sequence. With separate groups, a message never waits for one to another
+    neighbour or in the other direction, which could cause a deadlock.
 
     Args:
         pipes: The ranks of each pipeline, in the order of its stages.
@@ -42,18 +42,18 @@ class Flight(NamedTuple):
 
     version: Version
     received: Tensor | None  # the stage's input; None on the first
-    out: Tensor  # the stage's output; of the last one the weighed loss
+    out: Tensor  # the stage's output; on the last stage, the weighted loss
 
 
 class Inbox:
-    """Messages of one form from a neighbour. Memory is offered ahead, so that they arrive beside the passes."""
+    """Messages of one shape from a neighbour. Receives are posted ahead, so that they overlap with the passes."""
 
     def __init__(self, peer: int, group: dist.ProcessGroup, form: Form, device: torch.device) -> None:
         self.peer, self.group, self.form, self.device = peer, group, form, device
         self.offered: deque[tuple[Tensor, Any]] = deque()
 
     def expect(self, count: int) -> None:
-        """Offer memory for further messages."""
+        """Post receives for `count` further messages."""
         shape, dtype = self.form
         for _ in range(count):
             message = torch.empty(shape, dtype=dtype, device=self.device)
@@ -77,14 +77,14 @@ class Outbox:
         self.sent.append((message, dist.isend(message, self.peer, group=self.group)))
 
     def settle(self, left: int) -> None:
-        """Wait for all but the last messages, which may be underway."""
+        """Wait for all messages except the last `left`, which may still be in flight."""
         while len(self.sent) > left:
             _, work = self.sent.popleft()
             work.wait()
 
 
 class Awaited(list[Tensor]):
-    """Losses that the last stage sends. Iterating or indexing waits for them; until then they are NaN.
+    """Losses from the last stage. They are NaN until iterating or indexing waits for them.
 
     Args:
         values: float64, (micro-batches,).
@@ -104,17 +104,17 @@ class Awaited(list[Tensor]):
 
 
 class PipeDream(Pipeline):
-    """A stage whose passes go on over the end of a step, with two versions of its weights.
+    """A stage whose passes continue across the end of a step, with two versions of its weights.
 
-    A step runs the forward passes of its batch, and applies the gradients of the batch before:
+    A step runs the forward passes of its batch, and applies the gradients of the previous batch:
     W(t+1) = W(t) - step(gradient of batch t-1 at W(t-1)). With `run_ahead` = 1, stage s of S is S - 1 - s
-    micro-batches behind with its backward passes, also at the end of a step. The first step has no gradients to apply,
-    and no step applies those of the last batch.
+    micro-batches behind with its backward passes, even at the end of a step. The first step has no gradients to apply,
+    and the last batch's are never applied.
 
     Args:
-        links: Of `open_links`.
-        run_ahead: Forward passes by which a stage is ahead of the next one, at least 1.
-        rehearsing: Returns whether the passes that run are discarded.
+        links: The result of `open_links`.
+        run_ahead: Forward passes by which a stage runs ahead of the next one, at least 1.
+        rehearsing: Returns whether the current passes will be discarded.
     """
 
     def __init__(self, *args: Any, links: Links, run_ahead: int, rehearsing: Callable[[], bool], **kwargs: Any) -> None:
@@ -123,14 +123,14 @@ class PipeDream(Pipeline):
         self.behind = run_ahead * (self.last - self.stage)
         self.versions = WeightVersions(self.model, self.parameters)
         self.flights: deque[Flight] = deque()
-        self.before: Version | None = None  # of the batch before, until its gradients are reduced
-        self.norms: tuple[Tensor, Any] | None = None  # of the parameters' gradients, and the sum over stages
-        self.adding: list[Exchange] = []  # of tied parameters, with earlier stages
+        self.before: Version | None = None  # the previous batch's, until its gradients are reduced
+        self.norms: tuple[Tensor, Any] | None = None  # gradient norms of the parameters, and their sum over stages
+        self.adding: list[Exchange] = []  # exchanges of tied parameters' gradients with earlier stages
 
     def forward_backward(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
-        """Run the forward passes of the batch, and as many backward passes; return the losses of all micro-batches.
+        """Run the batch's forward passes and as many backward passes; return the losses of all micro-batches.
 
-        Then the parameters have the gradients of the batch before.
+        Afterwards the parameters hold the gradients of the previous batch.
         """
         self.pass_ = self._read(data, total)
         if self.schedule is None:
@@ -159,7 +159,7 @@ class PipeDream(Pipeline):
 
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> Tensor:
-        """Clip as other schedules do. The norms were sent when the backward passes had ended."""
+        """Clip as the other schedules do. The norms were sent when the backward passes ended."""
         if self.norms is None:  # the first step
             return torch.zeros((), dtype=self.parameters[0].dtype, device=self.device)
         norms, work = self.norms
@@ -167,7 +167,7 @@ class PipeDream(Pipeline):
         return self._clip_to(norms, max_norm)
 
     def drain(self) -> None:
-        """Run the backward passes that are left. They use the weights of their version, so no bit depends on when."""
+        """Run the outstanding backward passes. They use their own weight version, so the timing changes no bits."""
         try:
             while self.flights:
                 self._run_backward()
@@ -175,7 +175,7 @@ class PipeDream(Pipeline):
             self.versions.use(self.parameters)
 
     def pending(self) -> dict[str, Any]:
-        """Return the gradients of the last batch, which the next step applies. Call `drain` before."""
+        """Return the gradients of the last batch, which the next step applies. Call `drain` first."""
         assert not self.flights
         if self.before is None:
             return {}
@@ -184,14 +184,14 @@ class PipeDream(Pipeline):
         return {"starts": list(self.layout.starts), "gradients": gradients}
 
     def load_pending(self, state: dict[str, Any]) -> None:
-        """Take back the state of `pending`."""
+        """Restore the state of `pending`."""
         self.before = Version(self.parameters)
         for name, leaf in zip(self.names, self.before.leaves, strict=True):
             if name in state["gradients"]:
                 leaf.grad = state["gradients"][name].to(leaf)
 
     def _connect(self, batch: Any) -> None:
-        """Find the forms of messages, and open boxes for those with both neighbours."""
+        """Determine the shapes of messages, and create the inboxes and outboxes for both neighbours."""
         self._find_forms(batch)
         self.receives: list[Inbox] = []
         self.sends: list[Outbox] = []
@@ -233,7 +233,7 @@ class PipeDream(Pipeline):
         self.flights.append(Flight(version, received, out))
 
     def _run_backward(self) -> None:
-        """Run the oldest backward pass that is left."""
+        """Run the oldest outstanding backward pass."""
         flight = self.flights.popleft()
         self.versions.use(flight.version.leaves)  # a recomputation reads the model's
         gradient = self.output_gradients.take() if self.stage < self.last else None
@@ -244,10 +244,10 @@ class PipeDream(Pipeline):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Reduce the gradients of the batch before, once its last backward pass has run on this stage.
+        """Reduce the previous batch's gradients, after its last backward pass on this stage.
 
-        The stages get there at different times, so none waits for another. Norms, and gradients of tied parameters,
-        travel beside further passes.
+        Stages get here at different times, and none waits for another: norms and the gradients of tied parameters are
+        sent during later passes.
         """
         version = self.before
         if version is None or (self.flights and self.flights[0].version is version):
@@ -257,7 +257,7 @@ class PipeDream(Pipeline):
         self.reducer.step = self.step()
         self.reducer.finish()
         exchanges = [self._exchange(p, rank) for p, rank in self.tied]
-        # Later stages have got here before, and the norm needs the sums.
+        # Later stages got here earlier, and the norm needs the sums.
         self._add([exchange for exchange in exchanges if exchange.stage > self.stage])
         self.adding = [exchange for exchange in exchanges if exchange.stage < self.stage]
         norms = self._norms()
@@ -268,10 +268,10 @@ class PipeDream(Pipeline):
         return Awaited(values, dist.broadcast(values, last, group=self.pipe, async_op=True))
 
     def _end_rehearsal(self) -> None:
-        """Empty the pipeline, and reduce the gradients that will be discarded.
+        """Drain the pipeline, and reduce the gradients, which will be discarded.
 
         Raises:
-            ConfigError: A pass has used parameters that are not in their module.
+            ConfigError: A pass used parameters from outside of their module.
         """
         self.drain()
         if any(p.grad is not None for p in self.parameters):
@@ -283,7 +283,7 @@ class PipeDream(Pipeline):
         self._end(left=0)
 
     def _end(self, left: int) -> None:
-        """Wait for what was begun long ago; so many of the last messages to each neighbour may be underway."""
+        """Wait for older messages; the last `left` to each neighbour may still be in flight."""
         self._add(self.adding)
         self.adding = []
         for box in self.sends:

@@ -1,4 +1,4 @@
-"""Runs a model in one piece before it is cut: time and bytes of each block, and the loss that the stages must give."""
+"""Profiles the unsplit model before it is cut: each block's time and bytes, and the loss that the stages must match."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,17 +13,17 @@ from trainer.log import log
 from trainer.parallel.modes import evaluating, training
 from trainer.parallel.warmup import buffers_kept, wait
 
-PASSES = 3  # of which the fastest counts, after one that warms up
+PASSES = 3  # timed passes, of which the fastest counts; a warm-up pass comes first
 
 
 class Trial(NamedTuple):
-    """Seconds of a forward pass on one rank, the loss, and the bytes that a backward pass needs."""
+    """Seconds of a forward pass on one rank, its loss, and the bytes saved for the backward pass."""
 
     head: float  # before the first block
     blocks: list[float]
     tail: float  # after the last block
     loss: float
-    saved: list[float]  # of the part before the blocks, each block, and the part after them
+    saved: list[float]  # bytes before the blocks, per block, and after them
     stream: int  # the largest first argument of a block
 
     @property
@@ -32,9 +32,9 @@ class Trial(NamedTuple):
 
 
 class Stretches:
-    """Cuts forward passes into the part before the blocks, each block, and the part after them.
+    """Times forward passes in stretches: before the blocks, each block, and after them.
 
-    Only one block at a time is on the device. A block's stretch lasts until the next block, without the moves.
+    Only one block at a time is on the device. A block's stretch lasts until the next block, excluding the moves.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Stretches:
     def run(self, call: Callable[[], Tensor]) -> float:
         """Run a forward pass; return its value."""
         self.seconds, self.saved = [0.0], [0.0]
-        self.known: dict[int, StorageWeakRef] = {}  # as long as these live, no other storage has their identity
+        self.known: dict[int, StorageWeakRef] = {}  # while these live, no other storage can get their identity
         self._move_rest(self.device)
         for module in self.rest:
             self._know(module, recurse=False)
@@ -65,7 +65,7 @@ class Stretches:
         return value
 
     def pack(self, tensor: Tensor) -> Any:
-        """Count a tensor that is saved for the backward pass, which never comes, and drop it."""
+        """Count a tensor that autograd saves, and drop it, because no backward pass follows."""
         storage = StorageWeakRef(tensor.untyped_storage())
         if storage.cdata not in self.known:
             self.known[storage.cdata] = storage
@@ -89,7 +89,7 @@ class Stretches:
             self._resume()
 
     def _know(self, module: nn.Module, recurse: bool = True) -> None:
-        """Leave parameters and buffers out of what is counted."""
+        """Exclude parameters and buffers from the count."""
         for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
             storage = StorageWeakRef(tensor.untyped_storage())
             self.known.setdefault(storage.cdata, storage)
@@ -115,7 +115,7 @@ class Stretches:
 def try_whole(
     model: nn.Module, blocks: Sequence[nn.Module], loss: Callable[[], Tensor], device: torch.device
 ) -> Trial | None:
-    """Run the whole model, with a block at a time on the device; return it to the host. None if it can't.
+    """Run the whole model with one block at a time on the device, and return it to the host. None if that fails.
 
     Args:
         loss: Computes the loss of a micro-batch.

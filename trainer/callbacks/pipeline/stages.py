@@ -1,8 +1,8 @@
-"""Cuts a model into the stages of a pipeline: how a pass runs one stage, and which parameters it lacks.
+"""Cuts a model into the stages of a pipeline: runs a pass of one stage, and drops the parameters that it lacks.
 
-A stage runs the model's own `forward`. Blocks of other stages are passed over: a gate before each block takes the
-stage's input in, or hands the stage's output out. All that is not a block runs on every stage, without the parameters
-that the stage lacks. These are NaN there, so a result that depends on one is NaN, and a rehearsal can tell.
+A stage runs the model's own `forward` but skips the blocks of other stages. A gate before each block feeds in the
+stage's input, or hands out the stage's output. Code outside the blocks runs on every stage, without the parameters
+that the stage lacks. These are NaN there, so a result that depends on one is NaN, and a rehearsal detects it.
 """
 
 import math
@@ -22,7 +22,7 @@ KEY = "callbacks.pipeline"
 
 
 def check_blocks(blocks: Sequence[nn.Module], stages: int) -> None:
-    """Raise ConfigError if the blocks can't be cut into so many stages."""
+    """Raise ConfigError if the blocks can't be cut into this many stages."""
     if len(blocks) < stages:
         raise ConfigError(
             f"{KEY}.stages: {stages} stages, two on each rank if the schedule has that, and {len(blocks)} blocks; "
@@ -37,7 +37,7 @@ def check_blocks(blocks: Sequence[nn.Module], stages: int) -> None:
 
 
 def drop_others(model: nn.Module, own: set[str], device: torch.device) -> None:
-    """Replace each parameter whose first name is not in `own` by one that takes no memory, under all its names."""
+    """Replace each parameter whose first name is not in `own` by one without memory, under all of its names."""
     kept = {id(p) for name, p in model.named_parameters() if name in own}
     dropped: dict[int, Absent] = {}
     for module in model.modules():
@@ -48,10 +48,10 @@ def drop_others(model: nn.Module, own: set[str], device: torch.device) -> None:
 
 
 class Handed(BaseException):
-    """Ends a model's forward pass where a stage hands its output on. No `except Exception` of a model catches it.
+    """Ends a model's forward pass where a stage's output is ready. A model's `except Exception` does not catch it.
 
     Args:
-        stream: The output of the stage's last block, as the next block would get it.
+        stream: The output of the stage's last block, as the next block would receive it.
     """
 
     def __init__(self, stream: Tensor) -> None:
@@ -60,10 +60,10 @@ class Handed(BaseException):
 
 
 class Gates:
-    """Gates before the blocks of a model: a pass runs the blocks of one stage.
+    """Gates before the blocks of a model, with which a pass runs the blocks of one stage.
 
-    A block's first argument, or its first keyword, must be a tensor that each block takes and the model then
-    replaces: the block's output, or a sum with it.
+    A block's first argument, or its first keyword, must be a tensor. After each block the model must replace it by the
+    block's output, or by a sum with it.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], layout: Layout) -> None:
@@ -83,15 +83,15 @@ class Gates:
         call: Callable[[], Any],
         seed: Callable[[int], object] = lambda part: None,
     ) -> tuple[Any, Tensor | None]:
-        """Call the model's forward pass for one stage; return its value, None before the last stage, and its output.
+        """Run the forward pass of one stage; return the call's value (None before the last stage) and the output.
 
         Args:
-            received: The output of the stage before; None on the first.
-            call: Calls the model; returns its value, or a loss of it.
-            seed: Called before the blocks with 0, before block i with i + 1, and after the last with one more.
+            received: The previous stage's output; None on the first stage.
+            call: Calls the model; returns its value, or a loss computed from it.
+            seed: Called with 0 before the blocks, with i + 1 before block i, and with one more after the last.
 
         Raises:
-            ConfigError: The model does not pass through its blocks in order.
+            ConfigError: The model does not run its blocks in order.
         """
         self.first, self.stop = self.layout.range(stage)
         self.received, self.next, self.seed = received, 0, seed
@@ -100,7 +100,7 @@ class Gates:
         value: Any = None
         stream = None
         try:
-            # The part before the stage runs for its other values only. From the stage's first block on, it has a graph.
+            # The part before the stage only supplies other values, so autograd records from the stage's first block on.
             with torch.set_grad_enabled(self.trains and received is None):
                 value = call()
         except Handed as handed:
@@ -138,7 +138,7 @@ class Gates:
         return out
 
     def _unknown(self, stream: Tensor) -> Tensor:
-        """Return NaN in the form of the stage's input: what the blocks before would have given."""
+        """Return NaNs in the shape of the stage's input, in place of the output of the skipped blocks."""
         assert self.received is not None
         return self.received.new_full((len(stream), *self.received.shape[1:]), math.nan)
 
@@ -153,12 +153,12 @@ class Gates:
         torch.set_grad_enabled(self.trains)
         inner = received.view_as(received) if len(stream) == len(received) else received[: len(stream)]
         if inner.requires_grad:
-            inner.register_hook(Tensor.contiguous)  # gloo sends no other
+            inner.register_hook(Tensor.contiguous)  # gloo requires it
         stream.copy_(inner)
 
 
 def padded(stream: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor with as many rows as `shape`, contiguous: every micro-batch is sent in the same shape.
+    """Return the tensor, contiguous and padded to the rows of `shape`, because all messages have the same shape.
 
     Raises:
         ConfigError: The tensor has more rows, or rows of another shape.

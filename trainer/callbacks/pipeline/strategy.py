@@ -33,7 +33,7 @@ from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_
 from trainer.rng import PIPELINE, generators_of, mix
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-CLOSE = 1e-3  # relative; the loss in stages has the same bits, but for kernels that are not deterministic
+CLOSE = 1e-3  # relative tolerance; the loss in stages is bit-equal except for nondeterministic kernels
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -45,9 +45,9 @@ SCHEDULES = {
 
 
 def pipeline_mesh(ranks: Ranks, stages: int) -> Mesh:
-    """Return the ranks as stages x replicas, so that replicas are neighbours. A collective.
+    """Return the mesh of stages x replicas, in which replicas are neighbours. A collective.
 
-    rank = stage * replicas + replica. Without replicas, the mesh has stages alone.
+    rank = stage * replicas + replica. Without replicas, the mesh only has the dimension of stages.
     """
     sizes = {"stage": stages, "data": ranks.world // stages}
     return Mesh(ranks, **{name: size for name, size in sizes.items() if size > 1})
@@ -57,26 +57,26 @@ class Exchange(NamedTuple):
     """The gradients of a tied parameter on two stages."""
 
     p: nn.Parameter
-    stage: int  # the other
+    stage: int  # the other stage
     own: Tensor
     other: Tensor
     works: list[Any]
 
 
 class Pipeline:
-    """One stage of the model on each rank, or two, and copies of the whole pipeline.
+    """One or two stages of the model on each rank, and replicas of the whole pipeline.
 
-    Gradients are reduced over the replicas of a stage beside the last backward passes. A parameter of several names
-    that two ranks have gets the sum of both gradients, which equals the unsplit model's to rounding.
+    Gradients are reduced over a stage's replicas alongside the last backward passes. A tied parameter that two ranks
+    have gets the sum of both gradients, which equals the unsplit model's up to rounding.
 
     Args:
         holders: The stages that use each parameter, by name.
-        split: Of a step over the replicas. Between stages, a micro-batch has as many rows as its largest.
+        split: The split of a step over the replicas. Messages have the rows of its largest micro-batch.
         schedule: A key of SCHEDULES.
-        reduce: The chain over the replicas of a stage; None without replicas.
-        expected: The unsplit model's loss of the first micro-batch without dropout; None if it is unknown.
-        seed: Of the run; dropout is keyed by (step, micro-batch, block).
-        step: Returns the step that runs.
+        reduce: The Reduce chain over a stage's replicas; None without replicas.
+        expected: The unsplit model's loss on the first micro-batch without dropout; None if unknown.
+        seed: The run's seed; dropout is keyed by (step, micro-batch, block).
+        step: Returns the current step.
     """
 
     whole, lockstep, syncing = False, True, True
@@ -120,19 +120,19 @@ class Pipeline:
         self._lay_out(blocks)
 
     def _lay_out(self, blocks: Sequence[nn.Module]) -> None:
-        """Find the first stage of each entry of the model's state, and the tied parameters."""
+        """Find the first stage of each entry in the model's state, and the tied parameters."""
         names = {id(p): name for name, p in self.model.named_parameters()}  # a tied one's first name
         self.slots = {name: i for i, (name, stages) in enumerate(self.holders.items())}
         self.names = [names[id(p)] for p in self.parameters]
         passes = [self.micros * len(set(self.holders[name]) & set(self.own)) for name in self.names]
         self.reducer = Reducer(self.parameters, passes, self.reduce, self.names, self.device)
-        # The first stage that has each entry of the model's state.
+        # The first stage that has each entry in the model's state.
         modules = homes(self.model, blocks, self.layout)
         self.home = {key: modules[key.rpartition(".")[0]] for key in self.model.state_dict()}
         for key, p in self.model.named_parameters(remove_duplicate=False):
             self.home[key] = self.holders[names[id(p)]][0]
-        self.tied: list[tuple[nn.Parameter, int]] = []  # with the other rank that has it
-        self.first_holder: list[bool] = []  # this rank is the first that has the parameter
+        self.tied: list[tuple[nn.Parameter, int]] = []  # each with the other rank that has it
+        self.first_holder: list[bool] = []  # whether this rank is the first to have each parameter
         for p, name in zip(self.parameters, self.names, strict=True):
             ranks = sorted({self.layout.rank(stage) for stage in self.holders[name]})
             self.first_holder.append(ranks[0] == self.stage)
@@ -165,21 +165,21 @@ class Pipeline:
         return [list(bucket) for bucket in self.reducer.buckets]
 
     def drain(self) -> None:
-        """Finish passes of earlier steps: there are none."""
+        """Finish passes of earlier steps. A synchronous schedule has none."""
 
     def pending(self) -> dict[str, Any]:
-        """Return what this rank has of gradients that no step has taken."""
+        """Return this rank's part of the gradients that no step has applied."""
         return {}
 
     def load_pending(self, state: dict[str, Any]) -> None:
         raise NotImplementedError("a step has taken all gradients")
 
     def unwrap(self) -> None:
-        """Let the parameters go. No rank can run the model alone."""
+        """Release the parameters. No rank can run the model alone."""
         self.reducer.close()
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        """Return the tensors whose first stage is this rank's. The first replica has them all, but for owned state."""
+        """Return the tensors whose first stage is on this rank. The first replica saves them, except owned state."""
         state = {} if self.data_rank else self.model.state_dict()
         model = {key: value for key, value in state.items() if self.home[key] in self.own}
         stepped = own_names(self.model, [] if self.owned is None and self.data_rank else self.owned)
@@ -188,7 +188,7 @@ class Pipeline:
         return {"model": model, "optimizer": found}
 
     def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the entries of this rank's stages, if a callback has a state like the model's, such as an average."""
+        """Return the entries of this rank's stages in a callback's state that mirrors the model's, like an average."""
         return self._own_entries(state) if self._has_average(state) else None
 
     def _has_average(self, state: Any) -> bool:
@@ -196,7 +196,7 @@ class Pipeline:
         return inner or (isinstance(state, dict) and state.keys() == self.home.keys())
 
     def _own_entries(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of nested dicts. The first rank has all that no stage has."""
+        """Return this rank's part of nested dicts. The first rank gets everything that belongs to no stage."""
         first = not (self.data_rank or self.stage)
         if state.keys() == self.home.keys():
             return {} if self.data_rank else {k: v for k, v in state.items() if self.home[k] in self.own}
@@ -207,7 +207,7 @@ class Pipeline:
         }
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        """Load this rank's parameters and their state, and all buffers."""
+        """Load this rank's parameters and their optimizer state, and all buffers."""
         absent = {n for n, p in self.model.named_parameters(remove_duplicate=False) if isinstance(p, Absent)}
         state = self.model.state_dict()
         self.model.load_state_dict(
@@ -220,13 +220,13 @@ class Pipeline:
 
     @torch.no_grad()
     def clip(self, max_norm: float | None) -> Tensor:
-        """Clip to the global norm over all stages: the norm of the parameters' norms, in the order of the model."""
+        """Clip by the global norm over all stages: the norm of the parameters' norms, in the order of the model."""
         norms = self._norms()
         dist.all_reduce(norms, group=self.pipe)
         return self._clip_to(norms, max_norm)
 
     def _norms(self) -> Tensor:
-        """Return the norm of each parameter of the model; all but this rank's own are zero, so a sum keeps the bits."""
+        """Return each parameter's gradient norm, with zeros for other ranks' parameters, so that a sum is exact."""
         norms = torch.zeros(len(self.slots), dtype=self.parameters[0].dtype, device=self.device)
         own = [
             (self.slots[name], p.grad)
@@ -239,24 +239,24 @@ class Pipeline:
         return norms
 
     def _clip_to(self, norms: Tensor, max_norm: float | None) -> Tensor:
-        """Clip to the norm of the norms of all parameters, if they are given a limit; return it."""
+        """Compute the norm of all parameters' norms, and clip if a limit is given; return the norm."""
         total = torch.linalg.vector_norm(norms)
         if max_norm is not None:
             clip_grads_with_norm_(self.parameters, max_norm, total)
         return total
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Find the shapes between stages in a first pass, and make the schedule; then run one pass of it.
+        """Determine the shapes between stages in a first pass, build the schedule, and run it once.
 
         Raises:
-            ConfigError: The model can't be cut like this, or the schedule does not take so many micro-batches.
+            ConfigError: The model can't be cut like this, or the schedule does not support this many micro-batches.
         """
         run_pass()
         run_pass()
 
     # The passes of a step.
     def forward_backward(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
-        """Run the schedule, and reduce the gradients; return the losses of all micro-batches on each rank."""
+        """Run the schedule and reduce the gradients; return the losses of all micro-batches on every rank."""
         self.pass_ = self._read(data, total)
         schedule = self.schedule or self._prepare(self.pass_.batches[0])
         arguments: dict[str, Any] = {}
@@ -268,7 +268,7 @@ class Pipeline:
         switch(Phase.BACKWARD)
         try:
             schedule.step(**arguments)
-        except RuntimeError as error:  # torch's, around that of a stage
+        except RuntimeError as error:  # raised by torch around a stage's own error
             raise error.__cause__ or error from None
         finally:
             self.training = False
@@ -288,7 +288,7 @@ class Pipeline:
 
     @during(Phase.FORWARD)
     def run_stage(self, stage: int, micro: int, received: Tensor | None) -> Tensor:
-        """Run a stage forward; return its output for the next stage, or of the last one the weighed loss, (1,)."""
+        """Run a stage forward; return its output, or on the last stage the weighted loss, (1,)."""
         now = self.pass_
         assert now is not None
         run = partial(self.loss.compute, self.model, now.batches[micro])
@@ -303,7 +303,7 @@ class Pipeline:
         return weigh_loss(loss, now.weights[micro], now.total()).reshape(1)
 
     def _seed(self, step: int, micro: int, part: int) -> None:
-        """Seed what the model draws, by the part of the model and not by the stage: a cut then changes no bits."""
+        """Seed the model's random numbers per part of the model, not per stage, so that a cut changes no bits."""
         key = mix(self.seed, PIPELINE, self.data_rank, step, micro, part)
         for generator in self.generators:
             generator.manual_seed(key)

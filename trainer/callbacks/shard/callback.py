@@ -37,22 +37,23 @@ WITHOUT_DDP = {
 
 
 class Shard(Callback):
-    """Gives each rank a part of the training state.
+    """Shards the training state over the ranks.
 
-    Stages 1 and 2 give each parameter one rank that steps it, the largest first, each to the rank with the fewest
-    elements. Parameters stay whole, and numbers are plain training's, bit for bit, with any optimizer whose step of a
-    parameter needs no other. Stage 3 is torch's FSDP2: each rank has some rows of each parameter, and numbers are plain
-    training's to rounding.
+    With stages 1 and 2, each parameter is stepped by one rank: the largest first, each by the rank with the fewest
+    elements so far. Parameters stay whole. Results are bit-equal to plain training with any optimizer that steps each
+    parameter independently. Stage 3 is torch's FSDP2: each rank has some rows of each parameter, and results equal
+    plain training's up to rounding.
 
     Args:
-        stage: 1 shards the optimizer's state. 2 shards gradients too: a bucket is freed as soon as it is reduced. 3
-            shards parameters too.
-        blocks: Of stage 3, class names of the modules that are gathered one by one; null takes `recipe.blocks`, or the
+        stage: 1 shards the optimizer state. 2 also shards gradients: a bucket is freed as soon as it is reduced. 3
+            also shards parameters.
+        blocks: For stage 3: class names of the modules that are gathered one by one. null uses `recipe.blocks`, or the
             members of the longest `nn.ModuleList`.
-        reshard: Of stage 3, free a block's parameters after its forward pass, and gather them again for its backward
+        reshard: For stage 3: free a block's parameters after its forward pass, and gather them again for its backward
             pass.
-        hybrid: Of stage 3, shard inside groups of so many ranks, and average across groups; true: a node is a group.
-        offload: Of stage 3, keep parameters, gradients and optimizer state on the host.
+        hybrid: For stage 3: shard inside groups of this many ranks, and average across groups; true: one group per
+            node.
+        offload: For stage 3: keep parameters, gradients and optimizer state on the host.
     """
 
     role = Role.SHARD
@@ -95,22 +96,22 @@ class Shard(Callback):
         return OwnersCost(gradients=self.stage == 2)
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
-        """Take the group of all ranks. Hybrid begins the chain with the mean across groups."""
-        assert isinstance(reduce, AllReduce)  # no other callback has wrapped it yet
+        """Keep the group of all ranks. With `hybrid`, start the chain with the mean across groups."""
+        assert isinstance(reduce, AllReduce)  # this is the first callback that wraps it
         self.mesh, self.across = line_of(reduce.group, trainer.device, "shard"), None
         if self.hybrid:
             self.mesh, self.across = stage3.two_levels(trainer, self.hybrid)
         return self.across or reduce
 
     def distribute(self, trainer, model: nn.Module) -> Strategy:
-        if self.stage == 1:  # DDP's own reducer is in C++
+        if self.stage == 1:  # DDP reduces in C++
             return ZeRO1(trainer, model, None if isinstance(trainer.reduce, AllReduce) else trainer.reduce)
         if self.stage == 2:
             return ZeRO2(trainer, model)
         strategy = stage3.fully_shard(
             trainer, model, self.mesh, self.across, self.blocks, reshard=self.reshard, offload=self.offload
         )
-        # A compiled block would be compiled again for each number.
+        # Otherwise a compiled block would be recompiled for each number.
         if not any(Role.COMPILE in (each.role, *each.also) for each in trainer.callbacks.values()):
             self.order = stage3.BlockOrder([model.get_submodule(name) for name in strategy.blocks])
         return strategy
@@ -120,7 +121,7 @@ class Shard(Callback):
         strategy = trainer.strategy
         if isinstance(strategy, ZeRO1):
             strategy.owners.attach(optimizer)
-        elif self.stage == 1 and strategy.replicas:  # a pipeline's, for a part of the model
+        elif self.stage == 1 and strategy.replicas:  # the replicas of a pipeline's stage
             owners = Owners(strategy.parameters, strategy.replicas)
             owners.attach(optimizer)
             strategy.owned = owners.own
@@ -139,11 +140,11 @@ class Shard(Callback):
         return passes
 
     def on_flush(self, trainer) -> None:
-        """Share rank 0's buffers, which validation and checkpoints read. Other strategies have replicas that do."""
+        """Broadcast rank 0's buffers, which validation and checkpoints read. Other strategies do this themselves."""
         if isinstance(trainer.strategy, FSDP):
             trainer.strategy.share_buffers(*dict.fromkeys((trainer.module, trainer.eval_model)))
 
     def on_fit_end(self, trainer) -> None:
         for hook in self.order.hooks if self.order else ():
             hook.remove()
-        trainer.strategy.unwrap()  # hooks of parameters keep the trainer alive, past Python's collector
+        trainer.strategy.unwrap()  # parameter hooks would keep the trainer alive, which Python's collector can't see

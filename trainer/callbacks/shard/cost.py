@@ -1,4 +1,4 @@
-"""The steps of `shard`: owners send their weights in stages 1 and 2; units are gathered and scattered in stage 3."""
+"""Models the step of `shard`: owners send weights in stages 1 and 2; units are gathered and scattered in stage 3."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from trainer.cost.reduction import copies_s
 from trainer.cost.setup import Bucket, Cost, Held, Passes, Setup, StepCost
 from trainer.cost.simulate import Job, Phase, Task, simulate
 
-COPIES = 2  # that owners make of all weights: into messages and out of them
+COPIES = 2  # copies of all weights per step: into messages and out of them
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class OwnersCost(Cost):
     """Stages 1 and 2: each parameter has an owner, which sends its new weights to all ranks."""
 
     checkpoint_parts: bool = True
-    gradients: bool = False  # stage 2: owners alone keep gradients
+    gradients: bool = False  # stage 2: only owners keep gradients
 
     def stepped(self, setup: Setup) -> float:
         sizes = [setup.workload.parameters[i] for i in setup.own]
@@ -30,7 +30,7 @@ class OwnersCost(Cost):
         return max(loads) / sum(sizes)
 
     def added(self, setup: Setup, run: Passes) -> StepCost:
-        """Return the all-gather of the weights. Each rank sends as much as the fullest owner has."""
+        """Return the cost of gathering the weights. Each rank sends as much as the largest owner has."""
         if setup.data_ranks == 1:
             return StepCost(0.0, 0.0)
         message = Message("all_gather", setup.group.ranks * setup.stepped * setup.gradient_bytes)
@@ -76,7 +76,7 @@ class RowsCost(Cost):
         return StepCost(seconds + run.optimizer_s, sent)
 
     def hold(self, setup: Setup, held: Held) -> Held:
-        """Return the bytes of a rank's rows and of two whole units. Accumulation keeps whole gradients."""
+        """Return the bytes of a rank's rows plus two whole units. Accumulation keeps whole gradients."""
         size, ranks = setup.gradient_bytes, setup.row_ranks
         units = 4 * max(bucket.elements for bucket in lay_out(setup)) * 2
         whole = size if setup.passes > 1 else 0.0
@@ -95,7 +95,7 @@ def gather(setup: Setup, units: Sequence[Bucket]) -> Wire:
 
 
 def scatter(setup: Setup, units: Sequence[Bucket]) -> Wire:
-    """Return the reduction of the gradients of units: scattered over their rows, and averaged over equal rows."""
+    """Return the messages that reduce units' gradients: a scatter over rows, and an average over equal rows."""
     (rows, same), wires = hybrid_groups(setup), []
     for size in (4 * unit.elements for unit in units):
         wires.append(time(Message("reduce_scatter", size), rows, setup.machine, library=True))
@@ -108,9 +108,9 @@ def as_job(wire: Wire) -> Job:
 
 
 def one_pass(setup: Setup, forward_s: float, backward_s: float, gathers: list[bool], reduces: bool) -> float:
-    """Return the seconds of a forward and a backward pass. A unit is gathered while the one before it computes.
+    """Return the seconds of a forward and a backward pass. A unit is gathered while the previous one computes.
 
-    Without collectives in the background, everything comes one after another.
+    Without background collectives, everything runs in sequence.
 
     Args:
         gathers: Whether units are gathered before the forward pass, and before the backward pass.

@@ -1,4 +1,4 @@
-"""The model in torch's FSDP2: each rank keeps some rows of every parameter, of its gradient and of its state."""
+"""The model in torch's FSDP2: each rank keeps some rows of every parameter, its gradient and its optimizer state."""
 
 import math
 from collections import Counter
@@ -34,25 +34,25 @@ from trainer.parallel.warmup import constants, integer_buffers
 
 
 class FSDP:
-    """Rows of the model on each rank. A block's parameters are whole only while the block computes.
+    """Shards the model by rows. A block's parameters are whole only while the block computes.
 
     Papers: Rajbhandari et al. 2020, arXiv:1910.02054, stage 3; Zhao et al. 2023, arXiv:2304.11277. Parameters and
-    gradients keep their dtype: torch's MixedPrecisionPolicy would give other numbers than autocast. Between inner
-    micro-batches each rank holds its whole gradients, since nothing is sent.
+    gradients keep their dtype, because torch's MixedPrecisionPolicy would give other numbers than autocast. Between
+    the micro-batches of a step nothing is sent, so each rank holds whole gradients.
 
     Args:
-        module: On its device, the same on all ranks; rank 0's weights are taken. On the meta device: `reset_parameters`
-            of each module gives the first values.
-        blocks: The modules whose parameters are gathered together; the rest of the model is one more unit.
-        mesh: The ranks that share the rows: one dimension.
-        across: The mean over several groups of such ranks; None: there is one.
+        module: The model on its device; rank 0's weights are broadcast. A model on the meta device is initialised by
+            each module's `reset_parameters`.
+        blocks: The modules that are gathered one by one; the rest of the model is one more unit.
+        mesh: One-dimensional mesh of the ranks that share the rows.
+        across: Averages over several such groups of ranks; None if there is one group.
         reshard: Free a block's parameters after its forward pass, and gather them again for its backward pass.
         offload: Keep parameters, gradients and optimizer state on the host.
-        copied: `copy` will be called.
+        copied: Whether `copy` will be called.
         step: Returns the step whose gradients are reduced.
 
     Raises:
-        ConfigError: FSDP2 can't shard one of the parameters, or a module on the meta device has no first values.
+        ConfigError: FSDP2 can't shard one of the parameters, or a module on the meta device can't initialise itself.
     """
 
     lockstep, syncing, whole = True, True, False
@@ -78,7 +78,7 @@ class FSDP:
         self.replicas = across.replicas if across else None
         self.constant_buffers: frozenset[str] = frozenset()
         self.hooks: list[Any] = []
-        self.models: list[nn.Module] = []  # that are laid out: the trained one, and its copies
+        self.models: list[nn.Module] = []  # the sharded models: the trained one and its copies
         self.policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
         names = {child: name for name, child in module.named_modules()}
         self.blocks = [names[block] for block in blocks if block is not module]
@@ -99,7 +99,7 @@ class FSDP:
         self.model: nn.Module = Sharded(self)
 
     def _shared_or_meta(self, model: nn.Module) -> nn.Module | None:
-        """Share rank 0's weights and buffers. Return a copy of a model on the meta device instead, to initialise it."""
+        """Broadcast rank 0's weights and buffers; for a model on the meta device return a copy to initialise from."""
         if on_meta(model):
             refuse_without_reset(model)
             return deepcopy(model)
@@ -107,14 +107,14 @@ class FSDP:
         return None
 
     def _home(self) -> torch.device:
-        """Return the device on which rows are."""
+        """Return the device that holds the rows."""
         return torch.device("cpu") if isinstance(self.policy, CPUOffloadPolicy) else self.device
 
     def _lay_out(self, model: nn.Module) -> nn.Module:
         """Shard the model in place."""
         for name in (*reversed(self.blocks), ""):  # inner blocks first
             module = model.get_submodule(name)
-            again = self.reshard if name else None  # the root's parameters are needed at once
+            again = self.reshard if name else None  # the root's parameters are needed immediately in the backward pass
             fully_shard(module, mesh=self.mesh, reshard_after_forward=again, offload_policy=self.policy)
         for child in model.modules():
             child.register_load_state_dict_pre_hook(take_rows)
@@ -145,9 +145,9 @@ class FSDP:
         return norm
 
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run the pass, since all ranks gather the parameters together, and let zeros flow back into the model.
+        """Run the pass, because all ranks gather the parameters together, and backpropagate zeros.
 
-        The gradients have the parameters of the loss, so each rank sends as many bytes as the others.
+        The same parameters get gradients as from the loss, so each rank sends as many bytes as the others.
         """
         outputs: list[Tensor] = []
         hook = self.model.register_forward_hook(lambda _, __, output: outputs.extend(tensors(output)))
@@ -168,13 +168,13 @@ class FSDP:
         return (loss * 0.0).nan_to_num(0.0)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run one pass, in which torch lays the units out, and learn which buffers never change."""
+        """Run one pass, in which torch lays out the units, and find the buffers that never change."""
         before = integer_buffers(self.module)
         run_pass()
         self.constant_buffers = constants(self.module, before, self.device)
 
     def buckets(self) -> list[list[int]]:
-        """Return the parameters of each unit, in the order in which the rows lie in memory."""
+        """Return the parameters of each unit, in the memory order of their rows."""
         index = {p: i for i, p in enumerate(self.parameters)}
         return [[index[p] for p in own_parameters(unit) if p in index] for unit in units(self.module)]
 
@@ -201,29 +201,29 @@ class FSDP:
         with torch.no_grad():
             for own, other in zip(chain_of_tensors(model), chain_of_tensors(self.module), strict=True):
                 own.copy_(other)
-        for unit in units(model):  # torch lays out memory at the first gathering
+        for unit in units(model):  # torch lays out memory in the first all-gather
             unit.unshard()
             unit.reshard()
         return model
 
     def share_buffers(self, *models: nn.Module) -> None:
-        """Copy the buffers of rank 0's models, by default the trained one, to all ranks. A collective."""
+        """Broadcast the buffers of rank 0's models, by default the trained one. A collective."""
         for model in models or (self.module,):
             share_buffers(model, dist.group.WORLD, self.constant_buffers)
 
     def unwrap(self) -> None:
-        """Let the trainer and the process group go. The model stays in rows, and can't be called any more."""
+        """Release the trainer and the process group. The model stays sharded, and can no longer be called."""
         self.step, self.across = int, None
         for hook in self.hooks:
             hook.remove()
         forget_groups(self.mesh)
-        # Graphs have hooks of FSDP's, where Python's collector sees no cycle.
+        # Autograd graphs hold FSDP's hooks, in a cycle that Python's collector can't see.
         for unit in chain.from_iterable(map(units, self.models)):
             for group in groups_of(unit):
                 group.mesh_info.shard_process_group = None
 
     def _end_evaluation(self, model: nn.Module, *_: Any) -> None:
-        """Free whole parameters after a pass that has no backward pass."""
+        """Free whole parameters after a pass without a backward pass."""
         if not torch.is_grad_enabled():
             for unit in units(model):
                 unit.reshard()
@@ -234,7 +234,7 @@ class FSDP:
 
 
 class Sharded(nn.Module):
-    """The model of the training passes. It has the model's buffers shared once a step, as DDP does."""
+    """The model of the training passes. Its buffers are broadcast once per step, as in DDP."""
 
     def __init__(self, strategy: FSDP) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Sharded(nn.Module):
 
 
 class AcrossNodes(TwoLevel):
-    """The mean across nodes of the rows that `fully_shard` has averaged inside each node."""
+    """Averages across nodes the rows that `fully_shard` has averaged inside each node."""
 
     def __init__(self, inside: dist.ProcessGroup, across: AllReduce) -> None:
         super().__init__(inside, across)
@@ -262,12 +262,12 @@ class AcrossNodes(TwoLevel):
         return Bucket(some, bucket.step, bucket.kind, bucket.whole)
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """Average in place. `flat` has this rank's rows of each parameter, padded to as many as rank 0 has."""
+        """Average in place. `flat` has this rank's rows of each parameter, padded to rank 0's size."""
         sizes = [stop - start for start, stop in (elements(p, 0, self.per_node) for p, _, _ in bucket.pieces)]
         if sum(sizes) != flat.numel():
             raise ConfigError(
                 "callbacks.shard.hybrid: some parameters have no gradient in this step, so the rows of the others "
-                "can't be told apart; set callbacks.shard.hybrid=false, or use every parameter in each loss"
+                "can't be distinguished; set callbacks.shard.hybrid=false, or use every parameter in each loss"
             )
         own = self.own(bucket)
         lengths = {p: stop - start for p, start, stop in own.pieces}
@@ -281,24 +281,24 @@ class AcrossNodes(TwoLevel):
 
 
 def elements(p: Tensor, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first and the last + 1 of the elements in a rank's rows of a parameter."""
+    """Return the range (start, stop) of the elements in a rank's rows of a parameter."""
     start, stop = span(p.shape[0], rank, ranks)
     row = math.prod(p.shape[1:])
     return start * row, stop * row
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """List the modules whose parameters are gathered together; the root comes first."""
+    """List the units, which are gathered one by one; the root comes first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def groups_of(unit: FSDPModule) -> Sequence[Any]:
-    """List torch's groups of parameters of a unit, which are gathered together."""
+    """List torch's parameter groups of a unit, which are gathered together."""
     return getattr(unit._get_fsdp_state(), "_fsdp_param_groups", ())
 
 
 def own_parameters(unit: Any) -> list[nn.Parameter]:
-    """List the parameters of a unit that are in no unit inside it, in the order of `fully_shard`."""
+    """List a unit's parameters, except those of units inside it, in the order of `fully_shard`."""
     seen: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -337,13 +337,13 @@ def refuse_unshardable(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """Copy a model with its buffers. The copy's parameters are on the meta device."""
+    """Copy a model and its buffers, with the copy's parameters on the meta device."""
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in model.parameters()}
     return deepcopy(model, memo)
 
 
 def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Put this rank's rows of whole tensors into a module that is about to load them."""
+    """Replace whole tensors in `state` by this rank's rows, before a module loads them."""
     for name, p in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if isinstance(p, DTensor) and type(value) is Tensor and value.shape == p.shape:

@@ -1,4 +1,4 @@
-"""Gives each parameter an owner: the rank that steps it and has its optimizer state."""
+"""Assigns each parameter an owner: the rank that steps it and keeps its optimizer state."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -13,15 +13,15 @@ from trainer.callbacks.shard.assign import assign
 from trainer.comm.bucket import flatten
 from trainer.comm.reduce import AllReduce
 
-ROUND_BYTES = 64 << 20  # of the weights that are gathered at a time
+ROUND_BYTES = 64 << 20  # bytes of weights that are gathered at a time
 
 
 def rounds(owned: Sequence[Sequence[Tensor]], most: int) -> Iterator[list[Sequence[Tensor]]]:
-    """Cut each rank's parameters into groups of one dtype, and yield the ranks' first groups, their second, and so on.
+    """Split each rank's parameters into groups of one dtype; yield all ranks' first groups, then the second, and so on.
 
     Args:
-        owned: The parameters of each rank.
-        most: Bytes of a group, unless a single parameter has more.
+        owned: The parameters per rank.
+        most: The largest size of a group in bytes, unless a single parameter exceeds it.
     """
     for dtype in dict.fromkeys(p.dtype for params in owned for p in params):
         cut: list[list[Sequence[Tensor]]] = []
@@ -38,11 +38,11 @@ def rounds(owned: Sequence[Sequence[Tensor]], most: int) -> Iterator[list[Sequen
 class Owners:
     """The parameters that each rank owns (ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054).
 
-    A rank steps its own parameters only, so any optimizer works whose step of a parameter needs no other parameter.
+    A rank steps only its own parameters, so any optimizer works that steps each parameter independently.
 
     Args:
-        parameters: The trained ones, in the same order on all ranks.
-        group: All ranks, for weights alone.
+        parameters: The trained parameters, in the same order on all ranks.
+        group: A group of all ranks that is used only for weights.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -55,14 +55,14 @@ class Owners:
         self.rounds = list(rounds(self.by_rank, ROUND_BYTES // group.size()))
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Make each step of the optimizer one of this rank's own parameters, followed by a gather of the weights."""
+        """Restrict the optimizer's steps to this rank's own parameters, and gather the weights after each step."""
         for p in self.others:
-            optimizer.state.pop(p, None)  # some optimizers make state at once
+            optimizer.state.pop(p, None)  # some optimizers create state in the constructor
         optimizer.register_step_pre_hook(self._drop_gradients)
         optimizer.register_step_post_hook(self._gather_weights)
 
     def _drop_gradients(self, *_: Any) -> None:
-        """Drop the gradients of others' parameters: an optimizer makes no state for these, and no step."""
+        """Drop the gradients of other ranks' parameters, so that the optimizer keeps no state for them."""
         for p in self.others:
             p.grad = None
 

@@ -1,4 +1,4 @@
-"""Stage 3: the mesh of ranks that share the rows of FSDP2, and what it can't run with."""
+"""Stage 3: the mesh of ranks that share FSDP2's rows, and its conflicts."""
 
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from trainer.parallel.blocks import find_blocks
 
 
 def two_levels(trainer: Context, hybrid: bool | int) -> tuple[DeviceMesh, AcrossNodes]:
-    """Group the ranks; return this rank's group, and the mean across groups. The mean inside is FSDP2's own.
+    """Group the ranks; return this rank's group, and the mean across groups. FSDP2 averages inside a group.
 
     A collective.
 
     Raises:
-        ConfigError: The ranks can't be cut into such groups.
+        ConfigError: The ranks can't be divided into such groups.
     """
     world = trainer.world
     per_group = trainer.ranks.ranks_per_node("shard") if hybrid is True else int(hybrid)
@@ -45,7 +45,7 @@ def fully_shard(
     blocks: list[str] | None,
     **knobs: bool,
 ) -> FSDP:
-    """Lay the model out in rows over the ranks of `mesh`."""
+    """Shard the model by rows over the ranks of `mesh`."""
     refuse_hooks(model)
     found = find_blocks(trainer.recipe, model, blocks, "callbacks.shard.blocks")
     copied = any(Role.AVERAGE in (callback.role, *callback.also) for callback in trainer.callbacks.values())
@@ -58,7 +58,7 @@ def fully_shard(
 
 
 class BlockOrder:
-    """The blocks that a step of this rank calls, as a number. Ranks that call others mix rows of different blocks."""
+    """Hashes the blocks that this rank calls in a step. If ranks call different blocks, their rows get mixed up."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         self.number = 0
@@ -69,10 +69,10 @@ class BlockOrder:
             self.number = (self.number * 1_000_003 + i) % (1 << 40)
 
     def compare(self, trainer: Context) -> None:
-        """Begin a new step. A collective.
+        """Compare the step's blocks over the ranks, and start a new step. A collective.
 
         Raises:
-            ConfigError: Another rank has called other blocks.
+            ConfigError: Ranks have called different blocks.
         """
         own, self.number = self.number, 0
         if trainer.ranks.agree((own,))() != (own * trainer.world,):
@@ -84,7 +84,7 @@ class BlockOrder:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise ConfigError if a parameter has a hook for its gradient: FSDP2 replaces the parameter, without its hooks."""
+    """Raise ConfigError if a parameter has a gradient hook, because FSDP2's replacement parameters lose it."""
     for name, p in model.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ConfigError(
@@ -94,7 +94,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def conflicts(offload: bool) -> dict[Any, str]:
-    """Return the conflicts of stage 3, as `Callback.conflicts` has them."""
+    """Return the conflicts of stage 3, in the form of `Callback.conflicts`."""
     rows = "stage=3 gives each rank the mean of its rows alone"
     refused: dict[Any, str] = {
         Role.BATCH: "stage=3 communicates in each forward pass, so all ranks make as many; use stage=1",

@@ -1,4 +1,4 @@
-"""Stage 1: DDP whose ranks each keep the optimizer state of their own parameters."""
+"""Stage 1: DDP in which each rank keeps only the optimizer state of its own parameters."""
 
 from collections.abc import Collection
 
@@ -11,12 +11,12 @@ from trainer.parallel.ddp import DDP
 
 
 class ZeRO1(DDP):
-    """DDP with optimizer state in parts, by whole parameters (Rajbhandari et al. 2019, arXiv:1910.02054, P_os).
+    """DDP with optimizer state sharded by whole parameters (Rajbhandari et al. 2019, arXiv:1910.02054, P_os).
 
-    Gradients are reduced as in DDP, so weights have the bits of plain training.
+    Gradients are reduced as in DDP, so weights are bit-equal to plain training's.
 
     Args:
-        reduce: The chain; None: DDP's own reducer.
+        reduce: The Reduce chain; None: DDP's own reducer.
     """
 
     def __init__(self, trainer: Context, module: nn.Module, reduce: Reduce | None) -> None:

@@ -1,4 +1,4 @@
-"""Stage 2: each rank keeps the gradients and the optimizer state of its own parameters."""
+"""Stage 2: each rank keeps only the gradients and the optimizer state of its own parameters."""
 
 import functools
 from collections.abc import Callable
@@ -24,12 +24,12 @@ MIB, FIRST_BYTES, DEFAULT_MIB = 1 << 20, 1 << 20, 25  # DDP's
 class ZeRO2(ZeRO1):
     """The bare model, whose gradients are reduced by hooks (Rajbhandari et al. 2019, arXiv:1910.02054, P_os+g).
 
-    The buckets are DDP's, and each goes through the chain, so weights have DDP's bits. As soon as a bucket is reduced,
-    its memory is freed but for the gradients of this rank's own parameters. Only the last micro-batch of a step
-    reduces: until then, gradients accumulate whole.
+    The buckets are DDP's, and each goes through the Reduce chain, so weights are bit-equal to DDP's. Once a bucket is
+    reduced, its memory is freed, except for the gradients of this rank's own parameters. Only the last micro-batch of a
+    step reduces; until then, whole gradients accumulate.
 
     Attributes:
-        layout: The buckets, as indices of `parameters`; empty until the first pass has shown the order of gradients.
+        layout: The buckets, as indices of `parameters`; empty until the first pass has recorded the gradients' order.
     """
 
     def __init__(self, trainer: Context, module: nn.Module) -> None:
@@ -51,14 +51,14 @@ class ZeRO2(ZeRO1):
         ]  # as torch sums a norm
         self.norm_dtype = functools.reduce(torch.promote_types, {p.dtype: None for p in self.parameters})
         self.arrived: list[int] = []  # the order of gradients in the first pass
-        self.missing: list[set[Tensor]] = []  # of each bucket, the parameters without a gradient yet
+        self.missing: list[set[Tensor]] = []  # per bucket, the parameters without a gradient yet
         self.sent: list[tuple[list[Tensor], Reduced]] = []  # own parameters of each sent bucket, and their gradients
         self.bucket_of: dict[Tensor, int] = {}
         self.begun = False  # a gradient of this backward pass has arrived
         self.fresh = True  # the step has had no forward pass yet
 
     def lay_out(self, arguments: dict[str, Any]) -> None:
-        """Start from rank 0's weights and buffers, as DDP does, and take gradients by hooks."""
+        """Broadcast rank 0's weights and buffers, as DDP does, and register gradient hooks."""
         assert self.replicas
         dist._broadcast_coalesced(self.replicas, [p.detach() for p in self.module.parameters()], 250 * MIB, 0)
         share_buffers(self.module, self.replicas)
@@ -72,7 +72,7 @@ class ZeRO2(ZeRO1):
         self.hooks = []
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Run two passes: the first shows the order of gradients, which gives the buckets. A collective."""
+        """Run two passes: the first records the order of gradients, from which the buckets are made. A collective."""
 
         def run_and_lay_out() -> None:
             run_pass()
@@ -88,7 +88,7 @@ class ZeRO2(ZeRO1):
             self.fresh = False
 
     def reduce_gradients(self) -> None:
-        """Run a backward pass that adds zero to each gradient, so that the hooks take what is there."""
+        """Reduce the accumulated gradients, with a backward pass that adds zero to each and so fires the hooks."""
         self.sync_gradients(True)
         zero_loss(self.parameters, unused=False).backward()
 
@@ -100,7 +100,7 @@ class ZeRO2(ZeRO1):
         return self.layout
 
     def _cut_buckets(self, order: list[int]) -> list[list[int]]:
-        """Cut the parameters into buckets as DDP does after its first pass."""
+        """Split the parameters into buckets as DDP does after its first pass."""
         if len(order) < len(self.parameters):
             self._refuse_missing([p for i, p in enumerate(self.parameters) if i not in set(order)])
         mib = self.arguments["bucket_cap_mb"]
@@ -113,13 +113,13 @@ class ZeRO2(ZeRO1):
         self.sent, self.begun, self.fresh = [], False, True
 
     def _share_buffers(self, module: nn.Module) -> None:
-        """Copy rank 0's buffers before the first forward pass of a step, as DDP does."""
+        """Broadcast rank 0's buffers before the first forward pass of a step, as DDP does."""
         if module is self.module and module.training:
             self.share_buffers()
 
     @torch.no_grad()
     def _collect(self, p: Tensor) -> None:
-        """Take the gradient of `p` from backward; send the buckets that are complete, in order."""
+        """Note that the gradient of `p` is ready; send complete buckets in order."""
         if not self.syncing:
             return
         if not self.layout:
@@ -147,9 +147,9 @@ class ZeRO2(ZeRO1):
         )
 
     def _keep(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """Reduce a bucket, and return the gradients of this rank's own parameters, with one more element.
+        """Reduce a bucket, and return the gradients of this rank's own parameters plus one element.
 
-        The last element is 0, or NaN if fp16's scaler has to skip the step: the owner of a gradient alone would see.
+        The last is 0, or NaN if fp16's scaler has to skip the step: otherwise only a gradient's owner would see that.
         """
         assert self.reduce
         mean = self.reduce(flat, bucket)
@@ -190,7 +190,7 @@ class ZeRO2(ZeRO1):
             )
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Clip by the norm over all ranks' gradients, with the bits of the norm of whole gradients. A collective."""
+        """Clip by the norm over all ranks' gradients, bit-equal to the norm of unsharded gradients. A collective."""
         own = [p for p in self.parameters if p in self.owners.own and p.grad is not None]
         found = torch._foreach_norm([p.grad for p in own]) if own else []  # pyright: ignore[reportArgumentType]
         zero, by_parameter = torch.zeros((), device=self.device), dict[Tensor, Tensor](zip(own, found, strict=True))

@@ -77,7 +77,7 @@ class Progress(Callback):
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
 
     def _left(self, trainer: Context) -> str:
-        """Return the time left, at the pace since the line before. The first step of a process tells no pace."""
+        """Return the time left at the pace since the previous line. The first step of a process has no pace."""
         now, done = time.monotonic(), trainer.step - self.printed_step
         pace, self.printed_at, self.printed_step = (now - self.printed_at) / done, now, trainer.step
         if not trainer.plan.max_steps or trainer.step == self.first + 1:

@@ -34,7 +34,7 @@ class Moment(NamedTuple):
     step: int
     last: int | None  # step of the run; None: it has no end
     epoch: str  # "2/10"; empty if the data has no epochs
-    doing: str  # beside the steps: "validating 3/12"; empty in a step
+    doing: str  # between steps: "validating 3/12"; empty in a step
     metrics: dict[str, float]  # of the step whose numbers are the newest
     elapsed_s: float
     left_s: float | None  # None: not known
@@ -74,7 +74,7 @@ def clock(seconds: float) -> str:
 def arrange(moment: Moment, columns: int) -> tuple[str, int, str]:
     """Return the text before the bar, the columns of the bar (0: none), and the text after it.
 
-    While the run does something beside its steps, that stands in place of the numbers.
+    Between steps, what the run is doing replaces the numbers.
     """
     parts = {
         "bar": "" if moment.last is None else " " * LEAST_BAR,

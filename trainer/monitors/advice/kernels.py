@@ -1,4 +1,4 @@
-"""Finds slow kernels, by what torch tells: attention, the optimizer, TF32, cut graphs, and warnings."""
+"""Finds slow kernels from what torch reports: attention, the optimizer, TF32, graph breaks, and warnings."""
 
 import sys
 import warnings

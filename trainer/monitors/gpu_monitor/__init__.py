@@ -1,1 +1,1 @@
-"""Samples of the GPU by NVML, and of the host beside it, in a thread."""
+"""Samples the GPU through NVML, and the host, in a thread."""

@@ -21,7 +21,7 @@ MISSING = "the package nvidia-ml-py is missing; pip install 'nvidia-ml-py>=12.53
 
 
 def unusable(error: BaseException) -> str:
-    """Return why NVML can't be used at all, with the way out."""
+    """Return why NVML can't be used at all, and the fix."""
     name = type(error).__name__.removeprefix("NVMLError_")
     ways = {
         "LibraryNotFound": "this machine or container has no NVIDIA driver; give containers "
@@ -38,7 +38,7 @@ def opened() -> Iterator[ModuleType]:
     """Load and initialise NVML.
 
     Raises:
-        RuntimeError: It can't be used, or refuses what the caller needs. The message has the reason and the way out.
+        RuntimeError: It can't be used, or refuses what the caller needs. The message has the reason and the fix.
     """
     try:
         import pynvml

@@ -14,7 +14,7 @@ class Sampler:
     """A thread that asks each source for a sample: a number by name. It ends when `close` is called.
 
     Args:
-        sources: Iterators. One that ends, or raises, is asked no more; the others go on.
+        sources: Iterators. One that ends or raises is dropped; the others continue.
         every_s: Pause between two samples of all sources.
     """
 
@@ -67,7 +67,7 @@ class Sampler:
             self.sources.remove(source)  # it has reported why
         except Exception as error:
             self.sources.remove(source)
-            log.warning("gpu_monitor: a source of numbers failed, and training goes on: %r", error)
+            log.warning("gpu_monitor: a source of numbers failed, and training continues: %r", error)
         return {}
 
 

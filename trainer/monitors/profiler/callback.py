@@ -19,7 +19,7 @@ class Profiler(Callback):
 
     Regions of the trace have the names of the step's phases, as step_timer has them, and of each callback with its
     hook. A validation ends a recording, since a validation may be long. Trouble with the recording or with the disk is
-    a line of the log, and the run goes on.
+    a warning in the log, and the run continues.
 
     Args:
         first: The first step that is recorded, counted from 1 in the whole run.

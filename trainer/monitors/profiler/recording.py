@@ -28,7 +28,7 @@ NAMED = ("on_before_optimizer_step", "on_step_undone", "on_step_end", UNLOGGED, 
 
 
 class Recording:
-    """Steps that torch.profiler records. Meanwhile the clock of the phases runs, and tells the regions of the trace.
+    """Steps that torch.profiler records. Meanwhile the clock of the phases runs and marks the regions of the trace.
 
     Args:
         first: The first step.
@@ -75,7 +75,7 @@ class Recording:
             self._name(hook)
 
     def fetch(self, steps: Iterator[Step]) -> Step | None:
-        """Return the data of the first step; None at the end. The clock tells of all that follows."""
+        """Return the data of the first step; None at the end. The clock marks all that follows."""
         self.regions.begin()
         return next(steps, None)
 

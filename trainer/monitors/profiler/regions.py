@@ -1,4 +1,4 @@
-"""The regions of a trace: a step, in it the phases that a clock tells, and in these the callbacks' hooks."""
+"""The nested regions of a trace: a step, its phases as the clock marks them, and the callbacks' hooks in these."""
 
 from collections.abc import Callable
 from threading import get_ident
@@ -12,7 +12,7 @@ from trainer.comm.phases import Phase
 class Regions:
     """Opens and closes regions as a clock's listener does. A region lies whole in the one around it.
 
-    A phase that another one interrupts goes on around it. The thread that a device has for its gradients is not
+    A phase that another one interrupts continues around it. The thread that a device has for its gradients is not
     followed: what it does lies in the backward pass.
 
     Args:

@@ -85,7 +85,7 @@ def slowest(setup: Setup, run: Passes) -> float:
 def waiting_for_data(setup: Setup, run: Passes, step_s: float) -> float:
     """Return the seconds of a step that wait for data.
 
-    Workers load beside the step. On few cores, loading takes time that computing needs.
+    Workers load alongside the step. On few cores, loading takes time that computing needs.
     """
     workers, cores = setup.settings.get("data.workers", 2), setup.machine.cores_per_rank
     load_s = setup.samples * setup.workload.data_s

@@ -23,8 +23,9 @@ from trainer.tools.doctor.finding import ERROR, Finding
 from trainer.tools.doctor.report import Merged, differences, document, lines, merge, verdict
 
 DESCRIPTION = """Examines this machine: processor, memory, devices, links, network, disk, limits, versions.
-Under torchrun, srun or mpirun, and with --devices N, it examines all ranks, connects them, and tells what differs.
-Each line has what, value, consequence and way out. Exit code 0: training can start; 1: an error would end it."""
+Under torchrun, srun or mpirun, and with --devices N, it examines all ranks, connects them, and reports what differs.
+Each line has a subject, its value, the consequence and the fix. Exit code 0: training can start; 1: an error would
+end it."""
 
 
 def examine(place: Place, folder: Path) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ class Finding:
     data: Any = None
 
     def line(self) -> str:
-        """Return what, value, consequence and way out."""
+        """Return the subject, its value, the consequence and the fix."""
         return "; ".join(filter(None, (f"{self.subject}: {self.value}", self.consequence, self.way_out)))
 
 
@@ -62,7 +62,7 @@ def size(number: float) -> str:
 
 
 def share_by_speed() -> str:
-    """Return the way out if ranks differ in speed."""
+    """Return the fix if ranks differ in speed."""
     from trainer.callback import Symptom
     from trainer.composition import in_words, remedies
 

@@ -100,7 +100,7 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
             level, consequence = WARNING, f"it could have PCIe x{full}, so copies are slower"
             way_out = "see its slot and riser by nvidia-smi -q -d PCIE"
         elif memory is None:
-            level, consequence = NOTE, "the driver does not tell its memory, so what others hold is unknown"
+            level, consequence = NOTE, "the driver does not report its memory, so what others use is unknown"
         elif memory.used > OTHERS * memory.total:
             level, consequence = WARNING, f"others hold {size(memory.used)} of it"
             way_out = "see their processes by nvidia-smi, and end them"
@@ -115,7 +115,7 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
 
 
 def memory_of(library: ModuleType, handle: Any) -> Any:
-    """Return the GPU's memory; None if the driver does not tell it, as to a user of MIG, or on GB10.
+    """Return the GPU's memory; None if the driver does not report it, as to a user of MIG, or on GB10.
 
     Raises:
         NVMLError: The GPU is lost.

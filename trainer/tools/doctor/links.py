@@ -22,7 +22,7 @@ def chain(sys: Path, address: str) -> list[str]:
 
 
 def distance(sys: Path, one: str, other: str) -> str:
-    """Return the word of nvidia-smi's matrix for two PCI addresses; "?" if the system does not tell."""
+    """Return the word of nvidia-smi's matrix for two PCI addresses; "?" if unknown."""
     first, second = chain(sys, one), chain(sys, other)
     if not first or not second:
         return "?"

@@ -9,9 +9,9 @@ from trainer.tools.doctor.finding import ERROR, LEVELS, NOTE, OK, WARNING, Findi
 
 MOST = 8  # lines about a subject that differ between ranks; JSON has all
 SEPARATORS = (" + ", ", ")  # of the entries of a list; the first that a value has
-EQUAL = {  # subject -> how bad a difference between ranks is, what it causes, and the way out
-    "Echelon": (ERROR, "ranks may call different collectives and wait for ever", "install the same version"),
-    "torch": (ERROR, "ranks may call different collectives and wait for ever", "install the same version"),
+EQUAL = {  # subject -> how bad a difference between ranks is, what it causes, and the fix
+    "Echelon": (ERROR, "ranks may call different collectives and hang", "install the same version"),
+    "torch": (ERROR, "ranks may call different collectives and hang", "install the same version"),
     "NCCL": (ERROR, "NCCL refuses to connect ranks of different versions", "install the same torch"),
     "torch's accelerator": (WARNING, "ranks round differently", "install the same build of torch"),
     "NVIDIA driver": (WARNING, "ranks may differ in speed and in features", "install the same driver"),

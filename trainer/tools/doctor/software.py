@@ -53,7 +53,7 @@ def libraries() -> Iterator[Finding]:
         yield Finding("NCCL", "none: this torch was built without")
     gloo = dist.is_available() and dist.is_gloo_available()
     yield Finding(
-        "gloo", f"as torch {torch.__version__.partition('+')[0]} has it, which tells no version" if gloo else "none",
+        "gloo", f"as torch {torch.__version__.partition('+')[0]} has it, which reports no version" if gloo else "none",
         OK if gloo else ERROR, "" if gloo else "several ranks can't agree on a step",
         "" if gloo else "install a torch with gloo",
     )  # fmt: skip

@@ -46,9 +46,9 @@ class Row:
     """The time of a collective.
 
     Attributes:
-        cpu_seconds: Of a rank, the mean over ranks.
-        estimated: Whether they are estimated by what the machine does, with interrupts. Otherwise they are those that
-            the threads of a rank are told of.
+        cpu_seconds: CPU time per rank, averaged over the ranks.
+        estimated: Whether the times are estimated from the whole machine's, with interrupts. Otherwise they are the
+            CPU times that a rank's own threads report.
     """
 
     level: str

@@ -30,7 +30,7 @@ def links(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
                 lines.append(f"{most}: not measured: a call takes longer than --seconds={options.seconds:g}")
     if levels and not levels[0].meter.quiet and ranks.device.type == "cpu":
         load = f"the machine's processors were {levels[0].meter.load:.0%} busy before"
-        lines.append(f"CPU us: without interrupts, which no process is told of: {load}; measure on an idle machine")
+        lines.append(f"CPU us: without interrupts, which no process can see: {load}; measure on an idle machine")
     for line in lines:
         report.miss(line)
 

@@ -13,7 +13,7 @@ QUIET = 0.05  # of the processors: a machine that does more by itself hides what
 
 
 class Meter:
-    """The machine beside this rank. The kernel charges an interrupt to whoever computes, so no process is told of it.
+    """The machine around this rank. The kernel charges an interrupt to whoever computes, so no process can see it.
 
     The estimate is what the machine does while ranks communicate, minus what it does by itself, in equal parts for the
     ranks on it. It needs a machine that is otherwise idle. Making one is a collective.
@@ -49,7 +49,7 @@ class Meter:
         return max(0.0, busy - began[1] - self.base * (time.monotonic() - began[0])) / self.ranks
 
     def _busy(self) -> float | None:
-        """Return the seconds that processors were not idle, from any moment on; None if /proc does not tell.
+        """Return the seconds that processors were not idle, from any moment on; None if /proc does not say.
 
         Idle time is exact to 10 ms, while busy time is counted by ticks. Time that a hypervisor takes is nobody's work.
         """

@@ -62,7 +62,7 @@ def shards(folder: Path, names: list[str]) -> dict[str, float]:
 
     Args:
         folder: For shards of random bytes, which are removed afterwards, if there are no `names`.
-        names: Shards as a recipe names them. Their index is stored beside them, as by a run.
+        names: Shards as a recipe names them. Their index is stored next to them, as by a run.
 
     Raises:
         DataError: A shard is missing or damaged.

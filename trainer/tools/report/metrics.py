@@ -39,7 +39,7 @@ class Metric:
         """Add values (n) of steps (n), which rise."""
         self.ranges.add(steps, values)
         self.count += len(values)
-        if steps[-1] >= self.last.step:  # lines with other metrics beside it are converted apart
+        if steps[-1] >= self.last.step:  # lines that also have other metrics are converted apart
             self.last = At(float(values[-1]), int(steps[-1]))
         finite = np.isfinite(values)
         self.bad += int((~finite).sum())

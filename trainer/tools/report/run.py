@@ -180,7 +180,7 @@ def redact_flat(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def names_of(folders: list[Path]) -> list[str]:
-    """Return a name for each folder: its own, with as much of the path as tells it from the others."""
+    """Return a name for each folder: its own, with as much of the path as distinguishes it from the others."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -192,7 +192,7 @@ def names_of(folders: list[Path]) -> list[str]:
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
     """Return the keys in which the configs differ, with the value of each run; None for a run without the key.
 
-    Keys that name a run, or the checkpoint that it went on from, are left out.
+    Keys that name a run, or the checkpoint that it resumed from, are left out.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     values = {key: [run.config.get(key) for run in runs] for key in keys}

@@ -12,7 +12,7 @@ from trainer.tools.report.lines import Lines, number
 PARTS = (
     "data", "upload", "forward", "backward", "communication", "optimizer", "callbacks", "checkpoint", "validation",
 )  # fmt: skip
-COMPUTE = ("upload", "forward", "backward", "optimizer")  # what tells a slow rank from those that wait
+COMPUTE = ("upload", "forward", "backward", "optimizer")  # phases that distinguish a slow rank from those that wait
 CHUNK = 1 << 14  # lines, times ranks, that are converted at once
 MOST_RANKS = 4096
 LONGEST = 1e9  # of a step; more is no time

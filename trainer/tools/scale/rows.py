@@ -13,7 +13,7 @@ from trainer.tools.scale.machines import Cluster
 from trainer.tools.scale.ways import VIEW, Way
 
 GRADIENT = 4  # bytes of a parameter, which no checkpoint has
-STALL = 0.1  # of any checkpoint, beside its copy to the host; a choice
+STALL = 0.1  # seconds of any checkpoint in addition to its copy to the host; a choice
 RESTART = 300.0  # from a failure to the next step: notice it, start 8 ranks a node, load; a choice
 
 
@@ -61,7 +61,7 @@ def row(
     cluster: Cluster, workload: Workload, named: tuple[str, Way], nodes: int, batch: int, micro: int | None,
     frozen_bytes: float = 0.0,
 ) -> Row:  # fmt: skip
-    """Predict one row. `batch` is of all ranks, `frozen_bytes` is what each holds beside the workload.
+    """Predict one row. `batch` is over all ranks; each rank holds `frozen_bytes` in addition to the workload.
 
     Raises:
         ConfigError: The ranks do not divide into the way's stages.

@@ -115,11 +115,11 @@ def way_out(tuning: Any) -> str:
     """Return a budget in which the canary and a few trials have room."""
     trials_s = FEW * (tuning.cost_s + tuning.options.steps * tuning.today["step_s"])
     enough = math.ceil((tuning.elapsed_s + tuning.canary_s + trials_s) / 60) * 60
-    return f"the search goes on by its journal with tune.budget_s={enough}"
+    return f"the search resumes from its journal with tune.budget_s={enough}"
 
 
 def hint(folder: Path, argv: Sequence[str], choice: Choice) -> str:
-    """Return what a run needs beside `+tuned=NAME`: to find the file, and words that would override it left out."""
+    """Return what a run needs in addition to `+tuned=NAME` to find the file, without words that would override it."""
     found = "--config-dir" in argv or folder.resolve() == CONF.resolve()
     over = [word for word in argv if word.partition("=")[0].lstrip("+") in choice.settings]
     return ("" if found else f" with --config-dir {folder}") + (f", without {' '.join(over)}" if over else "")

@@ -39,7 +39,7 @@ def refuse_other_job(config: dict[str, Any]) -> None:
     if not is_running(Path(run_dir)):
         raise ConfigError(
             f"trainer.run_dir={run_dir}: no process writes this run, and tune.apply=true needs a running job; leave it "
-            "out, and go on with +tuned=NAME"
+            "out, and resume with +tuned=NAME"
         )
     own = training(redact(config))
     for key in sorted(own.keys() | other.keys()):

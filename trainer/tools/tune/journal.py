@@ -1,4 +1,4 @@
-"""A search's journal: one line of JSON for each thing done, so that a killed search goes on where it was."""
+"""A search's journal: one line of JSON for each thing done, so that a killed search resumes where it was."""
 
 import errno
 import fcntl

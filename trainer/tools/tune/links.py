@@ -22,7 +22,7 @@ from trainer.tools.measure import collectives
 from trainer.tools.measure.collectives import with_shares
 
 # Bytes of the largest message, seconds of a size, about, and bytes of the smallest message. A size whose call takes
-# longer is left out. Buckets of DDP and units of stage 3 are long: at 1 Gbit/s, messages of up to 2 MiB told a rate
+# longer is left out. Buckets of DDP and units of stage 3 are long: at 1 Gbit/s, messages of up to 2 MiB gave a rate
 # that was 4 to 26 % too high. In a long all-gather of two ranks gloo's directions take turns.
 COLLECTIVES = {
     collectives.FITTED: (16 << 20, 0.3, 4 << 10),

@@ -163,7 +163,7 @@ def line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
     """Return the seconds of a sample, and the fixed ones of a pass: the least squares' slope, through the last size."""
     high, last = sizes[-1], seconds[-1]
     slope = statistics.linear_regression(sizes, seconds).slope if len(sizes) > 1 else last / high
-    slope = min(max(slope, 0.5 * last / high), last / high)  # a pass is at most half fixed: noise would tell otherwise
+    slope = min(max(slope, 0.5 * last / high), last / high)  # a pass is at most half fixed; noise may suggest otherwise
     return slope, last - slope * high
 
 

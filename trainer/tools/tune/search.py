@@ -15,7 +15,7 @@ from trainer.tools.tune.correction import Model
 from trainer.tools.tune.team import OUT_OF_MEMORY, TrialFailed
 
 GAIN = 0.02  # a choice has to promise this share to be worth a trial
-ALIKE = 0.01  # predictions this close tell nothing: of such choices, the one that changes least is tried
+ALIKE = 0.01  # predictions this close are ties: of such choices, the one that changes least is tried
 DOUBT = 0.05  # most by which the model's own errors may make a prediction look worse than it is
 HOPE = 0.25  # share of the passes, or of communication, that a change may save whose effect the model leaves out
 OVER = "the budget is over"
@@ -110,7 +110,7 @@ class Search:
     def _memory_limit(self) -> tuple[float, list[Tried]]:
         """Return the predicted bytes from which on a choice does not fit, and the trials that had more than fits.
 
-        The machine may have told its memory. A trial that ran out of memory also tells, if its choice is predicted to
+        The machine may report its memory. A trial that ran out of memory also bounds it, if its choice is predicted to
         take more than every one that ran.
         """
         limit, short = self.model.machine.memory_bytes, [t for t in self.tried if ran_out(t.error)]

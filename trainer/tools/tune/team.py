@@ -135,7 +135,7 @@ class Team:
         return {rank: answers.get(rank, peers) for rank in self.own}
 
     def _failed(self, answers: dict[int, Answer]) -> bool:
-        """Return whether a rank has failed anywhere; tell others."""
+        """Return whether a rank has failed anywhere, and report it to the others."""
         key = f"failed-{self.number}"
         own = any("error" in answer for answer in answers.values())
         if self.store is None:

@@ -47,7 +47,7 @@ def slowdown(exact: Sequence[float | None], lossy: Sequence[float | None]) -> fl
 
     The ratio is at least 1: a short run that is ahead by chance proves no gain. The exact curve is read within its
     measured steps, not beyond. Infinity stands for a loss that is not finite, and for runs
-    that are too short to tell.
+    that are too short to decide.
     """
     base, own = fit(exact), fit(lossy)
     if base is None or own is None:

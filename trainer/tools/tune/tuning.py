@@ -50,7 +50,7 @@ class Tuning:
         self.cuda = False  # known with the links
         self.batch_norm = False  # known with the passes: the numbers depend on the micro-batch
         self.place, self.began = team.place, time.monotonic()
-        self.walls: list[float] = []  # seconds of trials beside their timed steps
+        self.walls: list[float] = []  # seconds of trials outside their timed steps
         self.today: dict[str, Any] = {}
         self.wholes: dict[str, Choice] = {}  # by callbacks and micro-batch: a search asks again and again
         self.number = 0
@@ -190,7 +190,7 @@ class Tuning:
         return candidates(self.config, self.place, lossy, self.options.without, blocks, backend, self.batch_norm)
 
     def _outlined(self, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
-        """Return the workload of a rank as far as today's short run tells it."""
+        """Return the workload of a rank as far as today's short run measures it."""
         setup = read(machine, make_workload([found]), self._whole(NOTHING), self.config["batch"])
         return with_phases(found, self.today["phases"], setup)
 
@@ -211,7 +211,7 @@ class Tuning:
         first = Tried(NOTHING, model.predict(NOTHING).step_s, self.today["step_s"], self.today["step_s"])
         self.say(f"choices    {len(listed)} that a run accepts; today's predicted {outcome(first)}")
         if known:
-            self.say(f"journal    goes on after {len(known)} trials: {self.journal.path}")
+            self.say(f"journal    resumes after {len(known)} trials: {self.journal.path}")
 
         def measure(choice: Choice) -> tuple[float, float]:
             result, most = self.run_trial(choice), model.machine.memory_bytes
@@ -231,13 +231,13 @@ class Tuning:
         return self.options.pairs * sum(self.cost_s + self._steps(choice) * step_s for choice, step_s in trials)
 
     def _steps(self, choice: Choice) -> int:
-        """Return the steps of a trial beside the usual ones that warm up, whose seconds are in `cost_s`."""
+        """Return the steps of a trial in addition to the usual warm-up, whose seconds are in `cost_s`."""
         warm, steps = self.length(choice)
         return warm - self.options.warm + steps
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds of a trial beside its steps, with those that warm up."""
+        """Return the seconds of a trial outside its steps, with those that warm up."""
         if self.walls:
             return statistics.median(self.walls)
         return max(0.0, self.today["wall_s"] - self._steps(NOTHING) * self.today["step_s"])  # of the journal

@@ -27,12 +27,12 @@ def without_recomputation(setup: Setup) -> Workload:
     """Return the workload that was measured with the setup's recomputation, less its cost: predictions add it."""
     work, share = setup.workload, setup.recomputed
     backward_s, pass_s = max(0.0, work.backward_s - share * work.forward_s), work.pass_s / (1 + share / 3)
-    activation_bytes = work.activation_bytes / (setup.keeps or 1.0)  # a budget of 0 keeps none, and tells nothing
+    activation_bytes = work.activation_bytes / (setup.keeps or 1.0)  # a budget of 0 keeps none, so nothing is known
     return dataclasses.replace(work, backward_s=backward_s, pass_s=pass_s, activation_bytes=activation_bytes)
 
 
 def outline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model tells without memory: its shapes and its blocks. No time and no activation is known."""
+    """Return what is known of a model without memory: its shapes and its blocks, but no time and no activation."""
     recipe, model, optimizer = on_meta(config)
     shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
     sizes = list(map(math.prod, shapes))
