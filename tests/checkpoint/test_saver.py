@@ -135,7 +135,7 @@ def test_a_failure_is_told_while_training_goes_on(monkeypatch, capsys):
     held = Held(monkeypatch, 2, errors={2: OSError(28, "No space left on device"), 4: OSError(5, "Input/output error")})
     trainer = make(AtStep(at))
     trainer.fit()
-    assert "checkpoint of step 2 failed, training goes on: [Errno 28] No space left on device" in told[0]
+    assert "checkpoint of step 2 failed, training continues: [Errno 28] No space left on device" in told[0]
     assert steps() == [6] and trainer.step == 6
 
 
