@@ -33,7 +33,7 @@ PIPE = 1 << 16  # size of the pipe's buffer
 HANDLERS = (
     *(request.ProxyHandler, request.UnknownHandler, request.HTTPHandler, request.HTTPSHandler),
     *(request.HTTPDefaultErrorHandler, request.HTTPRedirectHandler, request.HTTPErrorProcessor),
-)  # urllib's own but for ftp, files and data: a server could redirect to these
+)  # urllib's own, without ftp, files and data, to which a server could redirect
 
 URL = re.compile(r"(\w[\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)[^\s'\"]*")  # in a command: scheme, host and path
 
