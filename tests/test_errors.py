@@ -201,7 +201,7 @@ trainer.checkpoint.dir=file/ckpt trainer.devices=2
 trainer.resume=ckpt/last.pt
     trainer.resume=ckpt/last.pt: does not exist; give DIR/last.pt, DIR/best.pt, a folder step-*, a run's folder, or auto
 trainer.resume=BASE/ckpt/damaged
-    model.safetensors: its sha256 is not the manifest's; trainer.resume=null starts anew
+    model.safetensors: its sha256 is not the manifest's; trainer.resume=null starts a new run
 trainer.resume=BASE/ckpt/last.pt trainer.seed=7 batch=24
     trainer.resume: seed was 0 in the checkpoint and is 7; batch was 12 in the checkpoint and is 24;
     set this back, or accept it by 'trainer.accept=[seed,batch]'

@@ -80,7 +80,7 @@ def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path, 
     for line in (b"one\n", b"two\n", b"three\n"):
         assert file.write(line) == len(line)
     assert path.read_bytes() == b"one\ntwo" and len(said) == 1
-    assert said[0].startswith(f"{path}: No space left on device; training goes on")
+    assert said[0].startswith(f"{path}: No space left on device; training continues")
     disk.room = 100
     file.write(b"four\n")
     assert path.read_bytes() == b"one\ntwo\nthree\nfour\n" and said[1:] == [f"{path}: can be written again"]
@@ -146,7 +146,7 @@ def test_a_file_that_can_not_be_cut_gets_its_lines_later(tmp_path, monkeypatch, 
         file.write(b"three\n")
         file.write(b"four\n")
         assert file.state_dict() == {"bytes": 4, "kept": "two\nthree\nfour\n"}
-    assert said == [f"{file.path}: Permission denied; training goes on, and new lines are kept until there is room"]
+    assert said == [f"{file.path}: Permission denied; training continues, and new lines are kept until there is room"]
     file.write(b"five\n")
     assert file.path.read_bytes() == b"one\ntwo\nthree\nfour\nfive\n" and said[1:] == [
         f"{file.path}: can be written again"
@@ -160,7 +160,7 @@ def test_a_file_that_a_server_has_lost_is_a_warning(tmp_path, monkeypatch, said)
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fstat", refuse)
         file.write(b"two\n")
-    assert len(said) == 1 and "training goes on" in said[0]
+    assert len(said) == 1 and "training continues" in said[0]
     file.close()
     assert file.path.read_bytes() == b"one\ntwo\n"
 

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, nearest, refuse_empty, refuse_remote
 from trainer.other_words import our_key, our_value
 
 KEPT = (int, float, str, tuple, list, types.NoneType)
-TRANSLATED = ("", "trainer.", "data.")  # sections of keys that other trainers have by other words
+TRANSLATED = ("", "trainer.", "data.")  # sections whose keys have other names in other trainers
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A range of numbers, as in `Annotated[int, AtLeast(1)]`. NaN is in none."""
+    """A range of numbers, as in `Annotated[int, AtLeast(1)]`. NaN is in no range."""
 
     number: float
     words: ClassVar[str]
@@ -49,11 +49,11 @@ class Below(Bound):
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A path that can be opened without a library for a remote store. It is not empty."""
+    """A non-empty path that can be opened without a library for remote storage."""
 
 
 class Made:
-    """Base class of objects that an argument takes. A config describes one as a node: `_target_` and its arguments."""
+    """Base class of objects passed as arguments. A config describes one as a node: `_target_` and its arguments."""
 
 
 PositiveInt = Annotated[int, AtLeast(1), AtMost(2**63 - 1)]
@@ -65,7 +65,7 @@ LocalPath = Annotated[str, Local()]
 Beta = Annotated[NonNegativeFloat, Below(1)]  # the decay of a running mean
 Share = Annotated[NonNegativeFloat, AtMost(1)]
 
-# The names of which an annotation may be made if it is to be read from source, without an import.
+# An annotation that is read from source, without an import, may use only these names.
 PLAIN = {t.__name__: t for t in (int, float, bool, str, list, tuple, dict, AtLeast, AtMost, Above, Below)}
 PLAIN |= {"Literal": Literal, "Annotated": Annotated, "inf": inf}
 PLAIN |= {"PositiveInt": PositiveInt, "NonNegativeInt": NonNegativeInt}
@@ -80,9 +80,9 @@ PLAIN |= {"LocalPath": LocalPath, "Made": Made}
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a plain type, or of unions, Literal, list and tuple of plain types, or a dataclass.
+    """Return whether a value fits an annotation: a plain type, a union, Literal, list or tuple of these, a dataclass.
 
-    A whole number fits float. Any value fits any other annotation. Ranges are not compared.
+    A whole number fits float. Any value fits an annotation of another kind. Ranges are not checked.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
@@ -108,7 +108,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def is_node(value: Any) -> bool:
-    """Return whether a value of a config describes an object."""
+    """Return whether a config value describes an object."""
     return isinstance(value, Mapping) and "_target_" in value
 
 
@@ -139,10 +139,10 @@ def describe(kind: Any) -> str:
 
 
 def checked(key: str, value: Any, kind: Any, shown: str | None = None) -> Any:
-    """Return a value with plain numbers: 1000 for 1e3 where an int is due, a float for one of numpy's.
+    """Return a value with plain numbers: 1000 for 1e3 where an int is expected, a float for a numpy float.
 
     Args:
-        shown: The value for the message, without secrets.
+        shown: The value to print in the message, without secrets.
 
     Raises:
         ConfigError: The value has another type, or is out of range.
@@ -159,14 +159,14 @@ def checked(key: str, value: Any, kind: Any, shown: str | None = None) -> Any:
 
 
 def native(value: Any) -> Any:
-    """Return a mapping or a sequence of another class, such as OmegaConf's, as a dict or a list."""
+    """Convert a mapping or a sequence of another class, such as OmegaConf's, to a dict or a list."""
     if isinstance(value, Mapping):
         return dict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes | list | tuple) else value
 
 
 def plain(value: Any) -> Any:
-    """Return a number, an array or a tensor without dimensions as an int or a float, and a list or a tuple of such."""
+    """Convert a number, or a 0-dimensional array or tensor, to an int or a float, also inside a list or a tuple."""
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     if getattr(value, "ndim", None) == 0:
@@ -188,9 +188,9 @@ def misfit(key: str, value: Any, kind: Any, shown: str) -> ConfigError:
 
 
 def called(thing: object, *names: str) -> str:
-    """Return an object as text, as the call `Name(key=value)` of these attributes; without names, of its arguments.
+    """Format an object as the call `Name(key=value)` with these attributes, by default with its arguments.
 
-    An argument is shown if the object keeps it by its name, as a plain value.
+    An argument is shown if the object has a plain attribute of the same name.
     """
     own = {name: getattr(thing, name, None) for name in names}
     if not names:
@@ -200,7 +200,7 @@ def called(thing: object, *names: str) -> str:
 
 
 def leaves(kind: Any) -> tuple[Any, ...]:
-    """Return the choices of a Literal, also of one inside of a union."""
+    """Return the choices of a Literal, also of one inside a union."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return args
@@ -239,10 +239,10 @@ def kinds_of(target: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def check_arguments(prefix: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check each call of a function or a constructor against its annotations. A key is `prefix` and the name.
+    """Check each call of a function or a constructor against its annotations. Messages name a key `prefix` + name.
 
     Raises:
-        ConfigError: By the call, as of `checked`.
+        ConfigError: Raised by the call, as in `checked`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -269,10 +269,10 @@ def refuse_unknown(function: Callable[..., Any], prefix: str, placed: int, given
     """Refuse a keyword that a function or a constructor does not have, as the command refuses a key.
 
     Args:
-        placed: Arguments given by their place, which the message does not offer.
+        placed: The number of positional arguments, which the message does not suggest.
 
     Raises:
-        ConfigError: The message has the name that it may mean.
+        ConfigError: The message suggests a similar name.
     """
     known = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -283,7 +283,7 @@ def refuse_unknown(function: Callable[..., Any], prefix: str, placed: int, given
 
 
 def check_names(prefix: str) -> Callable[[type[T]], type[T]]:
-    """Let the constructor of a dataclass refuse an unknown keyword, as of `refuse_unknown`."""
+    """Make the constructor of a dataclass refuse unknown keywords, by `refuse_unknown`."""
 
     def decorate(kind: type[T]) -> type[T]:
         made: Callable[..., None] = kind.__init__
@@ -300,7 +300,7 @@ def check_names(prefix: str) -> Callable[[type[T]], type[T]]:
 
 
 def check_fields(instance: Any, prefix: str) -> None:
-    """Check the fields of a dataclass, as `check_arguments` does. To be called in `__post_init__`."""
+    """Check the fields of a dataclass, as `check_arguments` does. Call it in `__post_init__`."""
     of_names = kinds_of(type(instance))
     for field in dataclasses.fields(instance):
         if field.name in of_names:

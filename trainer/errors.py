@@ -1,4 +1,4 @@
-"""Defines the exit codes, and the errors that a user can mend, which are printed as one line."""
+"""Defines the exit codes, and the errors that a user can fix, which are printed as one line."""
 
 import difflib
 import errno
@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable
 
 from trainer.redact import redact_text
 
-# Exit codes of a run, beside 0, 1 (any other exception) and 128 + N (ended by signal N). docs/errors.md has the table.
+# Exit codes of a run, in addition to 0, 1 (any other exception) and 128 + N (ended by signal N); see docs/errors.md.
 UNAVAILABLE = 69  # sysexits' EX_UNAVAILABLE
 NUMERICS = 70
 DATA = 71
 STOPPED = 75  # a signal stopped the run, which has a checkpoint; the same command resumes (sysexits' EX_TEMPFAIL)
-GAVE_UP = 76  # the same failure came at the same step several times
+GAVE_UP = 76  # the same failure occurred at the same step several times
 CONFIG = 78  # sysexits' EX_CONFIG
-HUNG = 124  # no rank moved for too long (as of `timeout`)
+HUNG = 124  # no rank made progress for too long (the code that `timeout` uses)
 
 NOT_FINITE = "not finite"  # why a run has stopped
 NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # messages of Python and gloo
@@ -31,26 +31,26 @@ FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 
 
 class ConfigError(ValueError):
-    """A setting that can't work. The message names the key, its value, the reason and the way out. Exit code 78."""
+    """A setting that can't work. The message names the key, its value, the reason and the fix. Exit code 78."""
 
 
 class DataError(ValueError):
-    """Data that is missing, damaged or changed. The message names the file and the way out. Exit code 71."""
+    """Data that is missing, damaged or changed. The message names the file and the fix. Exit code 71."""
 
 
 class UnavailableError(Exception):
-    """Something that may come back: a server, a disk or other ranks gave nothing for too long. Exit code 69.
+    """A server, a disk or other ranks did not respond for too long, and may recover. Exit code 69.
 
     The message names which.
     """
 
 
 class NumericsError(ArithmeticError):
-    """Numbers with which training can't go on. The message names the step and the way out. Exit code 70."""
+    """Numbers with which training can't continue. The message names the step and the fix. Exit code 70."""
 
 
 class RankError(RuntimeError):
-    """The failure of a rank that `launch` started, with its traceback or its last words. `code` is its exit code."""
+    """The failure of a rank that `launch` started, with its traceback or last output. `code` is its exit code."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(f"launch: {text}")
@@ -65,7 +65,7 @@ EXIT_CODES = {UnavailableError: UNAVAILABLE, NumericsError: NUMERICS, DataError:
 
 
 def message(error: BaseException) -> str:
-    """Return the text that the user reads, without secrets: one line for a user's mistake, else the traceback."""
+    """Return the text to print, without secrets: one line for a user's mistake, else the traceback."""
     return redact_text(_message(error))
 
 
@@ -87,7 +87,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         places = f"a file of the run, of {os.environ.get('TMPDIR', '/tmp')}, or of /dev/shm, which data workers need"
         file = printable(str(error.filename or places))
-        way_out = "make room, then trainer.resume=auto goes on from the last checkpoint"
+        way_out = "make room, then trainer.resume=auto continues from the last checkpoint"
         if error.errno == errno.EFBIG:
             way_out = f"the limit is {resource.getrlimit(resource.RLIMIT_FSIZE)[0]} bytes (ulimit -f); raise it"
         return f"echelon: {file}: {error.strerror}; {way_out}"
@@ -99,14 +99,14 @@ def _message(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out: Python's, a GPU's, or that of torch's tensors on the CPU.
 
-    A callback may give such an error an attribute `advice`, a text that `message` ends with.
+    A callback may set an attribute `advice` on such an error; `message` appends it.
     """
     torchs = type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
     return isinstance(error, MemoryError) or torchs
 
 
 def exhausted(error: BaseException) -> str:
-    """Return the limit of this process that an error has met, with the way out; empty for any other error."""
+    """Return which limit of this process the error hit, and how to raise it; empty for any other error."""
     text, way_out = str(error), "raise this limit, or give fewer data.workers or trainer.devices"
     if (isinstance(error, OSError) and error.errno == errno.EMFILE) or text.startswith("Too many open files"):
         return f"ulimit -n={resource.getrlimit(resource.RLIMIT_NOFILE)[0]}: too few files may be open; {way_out}"
@@ -119,15 +119,15 @@ def exhausted(error: BaseException) -> str:
 
 
 def forks(error: BaseException) -> bool:
-    """Return whether the start of a process raised the error, which a lock may raise, too."""
+    """Return whether starting a process raised the error; a lock may raise the same one."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and "fork" in (frames[-1].line or "")
 
 
 def fold(text: str) -> str:
-    """Fold each run of frames that are not the user's into one line, for a terminal. A log has all frames.
+    """Fold consecutive frames of libraries and of Echelon into one line, for a terminal. A log keeps all frames.
 
-    A text without frames of the user's stays whole: the error is ours. With ECHELON_TRACEBACK=1, any text stays whole.
+    A text without frames of user code stays whole because the error is ours. ECHELON_TRACEBACK=1 keeps any text whole.
     """
     if os.environ.get("ECHELON_TRACEBACK") == "1" or all(map(package_of, NAMED.findall(text))):
         return text
@@ -145,7 +145,7 @@ def fold(text: str) -> str:
 
 
 def package_of(file: str) -> str:
-    """Return the package of a source file; "" for a file of the user's."""
+    """Return the package of a source file; "" for a file of the user."""
     if file.startswith(OWN):
         return "trainer"
     if installed := re.search(r"/(?:site|dist)-packages/(\w+)", file):
@@ -154,7 +154,7 @@ def package_of(file: str) -> str:
 
 
 def lacks_shared_memory(error: BaseException) -> bool:
-    """Return whether /dev/shm has no room for what a data worker, or a process that starts one, needs there."""
+    """Return whether /dev/shm is too full for a data worker, or for a process that starts one."""
     if "allocate shared memory" in str(error):  # torch's, in its own process or in a worker
         return True
     unnamed = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
@@ -173,12 +173,12 @@ def exit_code(error: BaseException) -> int:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Replace characters that control a terminal or begin a line, but for those in `keep`, by question marks."""
+    """Replace characters that control a terminal or begin a line, except those in `keep`, with question marks."""
     return "".join(c if c.isprintable() or c in keep else "?" for c in text)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the way out for a name that is not among `names`: similar names, or all."""
+    """Return a hint for a name that is not among `names`: similar names, or all of them."""
     known = sorted(names)
     initials = "".join(word[:1] for word in name.split("_"))  # learning_rate: lr
     near = difflib.get_close_matches(name, known, 3, 0.5) or [key for key in known if key == initials]
@@ -186,7 +186,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def require_one_of(key: str, value: str, known: Collection[str]) -> None:
-    """Refuse an argument in Python that is not among `known`. For a config, `check` does the same.
+    """Refuse an argument that is not among `known`, for calls from Python; `check` does the same for a config.
 
     Raises:
         ConfigError: The value is unknown.
@@ -199,7 +199,7 @@ REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # s3://bucket/folder, and the
 
 
 def refuse_remote(key: str, path: object) -> None:
-    """Refuse a URL where a file or a folder of this machine is due: it would become a local folder `s3:`.
+    """Refuse a URL where a local path is expected: it would become a local folder `s3:`.
 
     Raises:
         ConfigError: The path has a scheme, such as `s3://`.
@@ -209,7 +209,7 @@ def refuse_remote(key: str, path: object) -> None:
 
 
 def refuse_empty(key: str, path: str | None) -> None:
-    """Refuse an empty path, as of an unset variable of the shell: it would mean the current folder, or the default.
+    """Refuse an empty path, such as an unset shell variable: it would mean the current folder, or the default.
 
     Raises:
         ConfigError: The path is empty.

@@ -1,4 +1,4 @@
-"""Writes the files of a run: some grow, even while the disk is full; others appear whole or not at all."""
+"""Writes the files of a run: growing files survive a full disk; all others appear whole or not at all."""
 
 import errno
 import glob
@@ -27,20 +27,20 @@ TEMPORARY = re.compile(r"\.echelon-[0-9a-f]{16}\.tmp")
 
 
 class Appended:
-    """A file that grows. Lines that the disk does not take are kept, and written when there is room again.
+    """An append-only file. Lines that can't be written are kept in memory, and written once there is room again.
 
-    Beyond `MOST` bytes the newest lines are lost. The log reports both, once. Nothing is opened or cut before the first
-    write. If someone removes the file, the next line begins a new one.
+    Beyond `MOST` bytes the newest lines are lost. The log reports each problem once. The file is neither opened nor
+    truncated before the first write. If someone removes the file, the next line begins a new one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.kept = path, b""
         self.file: int | None = None
-        self.saved: dict[str, Any] | None = None  # a checkpoint's state, to which the file is cut back
+        self.saved: dict[str, Any] | None = None  # a checkpoint's state, to which the file is truncated
         self.trouble = 0  # reported so far: 1, the file can't be written; 2, lines were lost
 
     def write(self, content: bytes) -> int:
-        """Append, now or when there is room."""
+        """Append now, or once there is room."""
         restored = self._restore()
         if self.kept and restored:
             self.flush()  # there may be room again
@@ -82,7 +82,7 @@ class Appended:
         self._release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of bytes on the disk, and the lines that are not written yet."""
+        """Return the number of bytes on the disk, and the lines that are still unwritten."""
         if not self._restore():
             assert self.saved
             return {"bytes": self.saved["bytes"], "kept": self.saved["kept"] + self.kept.decode()}
@@ -91,14 +91,14 @@ class Appended:
         return {"bytes": self.path.stat().st_size if self.path.exists() else 0, "kept": self.kept.decode()}
 
     def go_on(self, state: dict[str, Any]) -> None:
-        """Cut off, before the first write, the lines that were written after `state` was taken.
+        """Schedule a truncation, before the first write, of the lines that were written after `state` was taken.
 
         Raises:
             ConfigError: `state` is not the state of such a file.
         """
         size, kept = (state.get("bytes"), state.get("kept")) if isinstance(state, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(kept, str):
-            raise ConfigError(f"trainer.resume: the checkpoint has no valid length of {self.path}; go on from another")
+            raise ConfigError(f"trainer.resume: the checkpoint has no valid length of {self.path}; resume from another")
         self.saved = state
 
     def _release(self) -> None:
@@ -107,7 +107,7 @@ class Appended:
             self.file = None
 
     def _restore(self) -> bool:
-        """Cut the file back to the checkpoint's state, once. Return false while the disk refuses it."""
+        """Truncate the file to the checkpoint's state, once. Return false while the disk refuses it."""
         if self.saved is None:
             return True
         state = self.saved
@@ -129,7 +129,7 @@ class Appended:
         return True
 
     def _refused(self, error: OSError) -> None:
-        self._report(1, f"{error.strerror}; training goes on, and new lines are kept until there is room")
+        self._report(1, f"{error.strerror}; training continues, and new lines are kept until there is room")
 
     def _report(self, trouble: int, text: str) -> None:
         if trouble > self.trouble:
@@ -138,7 +138,7 @@ class Appended:
 
 
 def ends_in_zero(file: Path) -> bool:
-    """Return whether the last byte is 0, which no line of text has; false for an empty file, or none."""
+    """Return whether the last byte is 0, which no line of text has; false for an empty or missing file."""
     with suppress(OSError), file.open("rb") as content:
         content.seek(-1, os.SEEK_END)
         return content.read(1) == b"\0"
@@ -149,14 +149,14 @@ _made: list[Path] = []
 
 
 def make_folder(folder: Path, exist_ok: bool = True) -> None:
-    """Make a folder and its parents. `remove_unused` deletes those of them that are still empty."""
+    """Make a folder and its parents. `remove_unused` deletes the ones that are still empty."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=exist_ok)
     _made.extend(path.absolute() for path in reversed(new))
 
 
 def remove_unused() -> None:
-    """Delete the empty ones of the folders that this process has made by `make_folder`."""
+    """Delete the folders that `make_folder` has made in this process, if they are still empty."""
     while _made:
         with suppress(OSError):
             _made.pop().rmdir()
@@ -164,7 +164,7 @@ def remove_unused() -> None:
 
 @contextmanager
 def no_folders_if_refused() -> Iterator[None]:
-    """Delete the folders that `remove_unused` does, if the block raises an error."""
+    """Call `remove_unused` if the block raises an error."""
     try:
         yield
     except BaseException:
@@ -173,7 +173,7 @@ def no_folders_if_refused() -> Iterator[None]:
 
 
 def refuse_folder(key: str, file: Path | None) -> None:
-    """Refuse what `write_whole` can't replace: the error would come after the work, or a device would be deleted.
+    """Refuse a path that `write_whole` can't replace, before any work is lost or a device is deleted.
 
     Raises:
         ConfigError: `key` names a folder, a URL, a link, or a device or pipe such as /dev/stdout.
@@ -186,7 +186,7 @@ def refuse_folder(key: str, file: Path | None) -> None:
 
 
 def special(folder: Path, pattern: str = "*") -> Path | None:
-    """Return a pipe, socket or device of a folder, whose reading may never end; None if there is none."""
+    """Return a pipe, socket or device in the folder, since reading one may block forever; None if there is none."""
     for path in folder.glob(pattern):
         with suppress(OSError):
             if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
@@ -195,7 +195,7 @@ def special(folder: Path, pattern: str = "*") -> Path | None:
 
 
 def matching(pattern: str) -> list[str]:
-    """Return the paths that a pattern matches; `**` stands for any folders. A folder may be called `[2024]`."""
+    """Return the paths that a pattern matches; `**` matches any folders. A folder may be named `[2024]`."""
     folders = (slash.end() for slash in re.finditer("/", pattern) if os.path.isdir(pattern[: slash.end()]))
     folder = pattern[: max(folders, default=0)]
     literal = glob.escape(folder) + pattern[len(folder) :]
@@ -203,14 +203,14 @@ def matching(pattern: str) -> list[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a path inside of a folder of data is hidden, or is one that a system has put there."""
+    """Return whether a path inside a data folder is hidden, or was put there by an operating system."""
     return any(part.startswith(".") or part in OF_SYSTEMS for part in name.split("/"))
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file, and make its folder if it is missing. The bytes are on the disk when this returns.
+    """Replace a file atomically, and make its folder if it is missing. The bytes are on disk when this returns.
 
-    If two processes write at once, one of the files stays. An error leaves the older file.
+    If two processes write at once, one of the files stays. An error leaves the older file in place.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_in(path.parent)
@@ -225,12 +225,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def temporary_in(folder: Path) -> Path:
-    """Return a new name that `sweep_temporary` knows."""
+    """Return a new name that `sweep_temporary` recognises."""
     return folder / f".echelon-{secrets.token_hex(8)}.tmp"
 
 
 def sync(path: Path) -> None:
-    """Write a file, or the names in a folder, through to the disk, so that they survive a power cut."""
+    """Sync a file, or the entries of a folder, to the disk, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -252,7 +252,7 @@ def sha256_of(file: BinaryIO) -> str:
 
 
 def sweep_temporary(folder: Path, older_s: float = timeouts.ABANDONED_S, names: re.Pattern[str] = TEMPORARY) -> None:
-    """Delete the temporary files that killed processes have left in a folder, for example those of `write_whole`."""
+    """Delete the temporary files, such as those of `write_whole`, that killed processes have left in a folder."""
     for path in folder.glob(".*"):
         with suppress(OSError):
             file = path.lstat()
@@ -263,9 +263,9 @@ def sweep_temporary(folder: Path, older_s: float = timeouts.ABANDONED_S, names: 
 
 @contextmanager
 def usual_permissions(folder: Path) -> Iterator[None]:
-    """Give the files that the block writes into a folder the permissions of new files.
+    """Give files that the block writes into the folder the default permissions.
 
-    Some libraries write files that only the owner can read. Files that were there before keep their permissions.
+    Some libraries write files that only the owner can read. Existing files keep their permissions.
     """
 
     def regular() -> dict[Path, tuple[int, int]]:
@@ -280,12 +280,12 @@ def usual_permissions(folder: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by JSON. NaN and infinity become null."""
+    """Replace a file with JSON. NaN and infinity become null."""
     write_whole(path, f"{json.dumps(finite(value), indent=1, allow_nan=False)}\n".encode())
 
 
 def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None, also inside of lists and dicts."""
+    """Replace NaN and infinity, which JSON lacks, with None, also inside lists and dicts."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

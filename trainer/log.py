@@ -12,10 +12,7 @@ log = logging.getLogger("echelon")
 
 
 class Lines(logging.Formatter):
-    """Formats a record as text that can't control a terminal, and hides secrets.
-
-    A message is one line, a traceback has several.
-    """
+    """Formats a record without control characters or secrets. A message is one line; a traceback has several."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = redact_text(printable(record.message))
@@ -29,7 +26,7 @@ class Terminal(logging.Handler):
     """A handler for standard output; while a progress bar is shown, `console` prints above the bar."""
 
     console: Any = None
-    doing = ""  # what the process does beside its steps, for the bar: "validating 3/12"
+    doing = ""  # work between steps, shown in the progress bar: "validating 3/12"
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +43,7 @@ class Terminal(logging.Handler):
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Let the progress bar show what the process does beside its steps."""
+    """Show in the progress bar what the process does between steps."""
     before, Terminal.doing = Terminal.doing, what
     try:
         yield
@@ -55,7 +52,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def set_handlers(*handlers: logging.Handler) -> None:
-    """Close the handlers that `log` has, and give it these."""
+    """Replace the handlers of `log`, and close the old ones."""
     for handler in log.handlers:
         handler.close()
     log.handlers = list(handlers)
@@ -64,12 +61,12 @@ def set_handlers(*handlers: logging.Handler) -> None:
 
 
 def log_to_terminal(rank: int) -> None:
-    """Print rank 0's events to the terminal, until there is a folder for the log."""
+    """Print rank 0's events to the terminal until the run has a log file."""
     set_handlers(logging.NullHandler() if rank else Terminal())
 
 
 def show(messages: Iterable[tuple[int, str]], rank: int = 0) -> None:
-    """Print lines on rank 0's terminal, each with its level."""
+    """Print messages, each with its level, on rank 0's terminal."""
     log_to_terminal(rank)
     for level, line in messages:
         log.log(level, "%s", line)

@@ -1,4 +1,4 @@
-"""Other trainers' words for our settings, such as Lightning's and DeepSpeed's, which error messages translate."""
+"""Other trainers' names for our settings, such as Lightning's and DeepSpeed's, for hints in error messages."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ VALUES = {
 
 
 def plain(word: str) -> str:
-    """Return a word as the tables have it."""
+    """Normalise a word to its spelling in the tables."""
     return word.replace("_", "").replace("-", "").lower()
 
 
@@ -89,12 +89,12 @@ MEANINGS = {key: {plain(word): ours for word, ours in words.items()} for key, wo
 
 
 def our_key(key: str) -> str:
-    """Return what to give in Echelon instead of a key of another trainer; empty if none is known."""
+    """Return the Echelon setting for another trainer's key; empty if none is known."""
     ours = WORDS.get(plain(key.rpartition(".")[2]), "")
     return ours if ours.startswith("leave") else ours and f"here it is {ours}"
 
 
 def our_value(key: str, value: Any) -> str:
-    """Return the setting that means what a value means elsewhere; empty if none is known."""
+    """Return the Echelon setting for another trainer's value; empty if none is known."""
     ours = MEANINGS.get(key, {}).get(plain(str(value)), "")
     return f"{key}={ours}" if ours else ""

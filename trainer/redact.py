@@ -1,6 +1,6 @@
-"""Hides secrets in text that is printed or stored: values of keys with such names, and parts of URLs.
+"""Hides secrets in text that is printed or stored: values of keys with secret-like names, and parts of URLs.
 
-Each pattern takes time proportional to the text: a message may have a stranger's line of megabytes.
+Each pattern runs in linear time, because a message may contain megabytes of untrusted text.
 """
 
 import base64
@@ -13,8 +13,8 @@ from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-HIDDEN = "***"  # in the place of a secret
-# A name is a secret's if it has one of these words, or such an end, with or without `_` between its words.
+HIDDEN = "***"  # replaces a secret
+# A name denotes a secret if it has one of these words, or ends like this, with or without `_` between its words.
 WORDS = {"secret", "secrets", "password", "passwords", "passphrase", "passwd", "pwd", "credential", "credentials"}
 WORDS |= {"cookie", "cookies", "dsn", "sas"}
 KEYS = ("apikey", "accesskey", "accountkey", "privatekey", "authkey", "secretkey")
@@ -39,7 +39,7 @@ PASSWORD = re.compile(r"""://[^\s/?#'":@]*:([^\s/?#'"]*)@""")  # of a URL
 ENCODED = re.compile(r"[A-Za-z0-9+/_-]{12,}={0,2}")  # what may be base64
 FOLDERS = ("PWD", "OLDPWD")  # the shell's variables, no passwords
 KEYS_OF_OURS = {"echelon", "trainer", "recipe", "recipes", "callbacks", "optimizer", "schedule", "accumulate"}
-SHORTEST = 6  # characters of a value that is looked for; a shorter one may be a part of any word
+SHORTEST = 6  # characters of a value to search for; a shorter one may be part of any word
 SCHEMES = ("bearer", "basic", "token", "digest")  # before the secret of a header of authorization
 GIVEN: set[str] = set()  # the secrets in this process's configs
 
@@ -52,7 +52,7 @@ def is_secret(key: str) -> bool:
 
 
 def redact(config: Any) -> Any:
-    """Return a copy of a config, with stars for each secret that is given."""
+    """Return a copy of a config with each secret replaced by stars."""
     if isinstance(config, Mapping):
         return {
             key: HIDDEN if is_secret(str(key)) and value not in (None, "") else redact(value)
@@ -75,7 +75,7 @@ def _is_signed(query: str) -> bool:
 
 
 def remember(config: Any, secret: bool = False) -> None:
-    """Let `redact_text` hide the config's secrets wherever they stand: an error may have a value without its key."""
+    """Let `redact_text` hide the config's secrets anywhere, because an error may show a value without its key."""
     for key, value in children(config):
         hidden = secret or (isinstance(key, str) and is_secret(key))
         if isinstance(value, str):
@@ -84,10 +84,10 @@ def remember(config: Any, secret: bool = False) -> None:
 
 
 def redact_text(text: str) -> str:
-    """Hide the secrets in a line of a log, a message or a traceback: those of URLs, headers and named values.
+    """Hide the secrets in a log line, a message or a traceback: those in URLs, headers and named values.
 
-    Hidden are, too, the secrets of the run's config, and the values of environment variables that have a secret's name.
-    Paths, and names that every message needs, are not. Each line of such a value is hidden, and its escaped,
+    It also hides the secrets of the run's config, and the values of environment variables with secret-like names. Paths
+    and names that every message needs stay. Each line of such a value is hidden, and so are its escaped,
     percent-encoded and base64 forms.
     """
     text = HEADER.sub(rf"\1{HIDDEN}", redact_urls(text))
@@ -101,7 +101,7 @@ def redact_text(text: str) -> str:
 
 
 def _is_public(value: str) -> bool:
-    """Return whether a value is a path, or a weak password, such as a project's name, that keys and paths have."""
+    """Return whether a value is a path, or a word such as the project's name that also occurs in keys and paths."""
     folders = ""
     with contextlib.suppress(FileNotFoundError):  # somebody has deleted the folder
         folders = os.getcwd()
@@ -110,9 +110,9 @@ def _is_public(value: str) -> bool:
 
 @lru_cache(1)  # for each line of a log
 def _own(given: frozenset[str], environment: frozenset[tuple[str, str]]) -> dict[str, str]:
-    """Return the secrets by each of their forms.
+    """Map each printed form of a secret to the secret.
 
-    The environment has them in lines of secret variables, for a key has several, and in URLs, as passwords.
+    In the environment, secrets are the lines of secret variables (a private key has several) and passwords in URLs.
     """
     secret = [value for name, value in environment if is_secret(name) and name not in FOLDERS]
     passwords = {word for _, value in environment if "://" in value for word in PASSWORD.findall(value)}
@@ -122,7 +122,7 @@ def _own(given: frozenset[str], environment: frozenset[tuple[str, str]]) -> dict
 
 
 def _forms(value: str) -> set[str]:
-    """Return how libraries write a value: as it is, by repr, in JSON, in URLs, as bytes, and as `printable` does."""
+    """Return the forms in which libraries print a value: raw, repr, JSON, percent-encoded, bytes, and `printable`."""
     sent = _bytes(value)
     escaped = (repr(value), ascii(value), json.dumps(value), json.dumps(value, ensure_ascii=False), repr(sent)[1:])
     shown = "".join(c if c.isprintable() else "?" for c in value)
@@ -130,7 +130,7 @@ def _forms(value: str) -> set[str]:
 
 
 def _bytes(value: str) -> bytes:
-    """Return the bytes of a value; the environment's may be no UTF-8."""
+    """Return the bytes of a value; one from the environment may not be UTF-8."""
     try:
         return value.encode(errors="surrogateescape")
     except UnicodeEncodeError:
@@ -138,7 +138,7 @@ def _bytes(value: str) -> bytes:
 
 
 def _hide_encoded(own: set[str], found: re.Match[str]) -> str:
-    """Hide base64 of a text that has a secret, as of USER:PASSWORD."""
+    """Hide base64 of a text that contains a secret, such as USER:PASSWORD."""
     try:
         usual = found[0].replace("-", "+").replace("_", "/")
         sent = base64.b64decode(usual + "=" * (-len(usual) % 4))
@@ -148,7 +148,7 @@ def _hide_encoded(own: set[str], found: re.Match[str]) -> str:
 
 
 def _hide_basic(found: re.Match[str]) -> str:
-    """Hide a user and password as HTTP sends them; English words decode to no such text."""
+    """Hide a user and password as HTTP encodes them; English words never decode to such text."""
     try:
         sent = base64.b64decode(found[2], validate=True)
     except ValueError:
@@ -162,12 +162,12 @@ def _hide(found: re.Match[str]) -> str:
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the items of a mapping, or those of a list by number; other nodes of a config have none."""
+    """Return the items of a mapping, or of a list by index; other config nodes have none."""
     return node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
 
 
 def redacted_keys(config: Any, key: str = "") -> list[str]:
-    """Return the keys for which a stored config has stars."""
+    """Return the keys whose values are stars in a stored config."""
     if isinstance(config, list) and any(map(is_hidden, config)):
         return [key]
     found = [name for part, value in children(config) for name in redacted_keys(value, f"{key}.{part}".lstrip("."))]

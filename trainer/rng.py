@@ -1,4 +1,4 @@
-"""Derives random numbers from keys: one hash, and one generator per process, which is set to a key before each use."""
+"""Derives random numbers from keys: one hash, and one generator per process that is reset to a key before each use."""
 
 import random
 from typing import Any
@@ -12,9 +12,9 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: multiples of it are far apart (Steele et al. 2014)
 
 
-# Purposes: each is a key of `mix`, between the seed and the keys in brackets. The numbers are frozen, since another
-# number changes the bits of runs. A new purpose takes a new number. Three numbers have two purposes each. With 4 and 6,
-# the number of keys differs. With 7, one purpose seeds a generator, and the other draws a place.
+# Purposes: each is a key of `mix`, between the seed and the keys in parentheses. The numbers are frozen because another
+# number would change the bits of runs, so a new purpose needs a new number. Three numbers have two purposes each:
+# 4 and 6 with different numbers of keys, and 7 once to seed a generator and once to draw a place.
 SHARDS = 1  # (epoch, place): order of an epoch's shards
 BLOCK = 2  # (epoch, lane, block, place): order of the samples in a block
 SAMPLE = 3  # (epoch, sample): reading and transforming a sample
@@ -33,8 +33,8 @@ UPDATE_BN = 10  # (rank): the passes that compute running statistics of averaged
 def mix(*keys: int) -> int:
     """Return a 64-bit hash of integers: a chain of splitmix64 (Steele et al. 2014). It never changes.
 
-    The streams of NumPy's generators may change between versions, and Python's hash is salted: neither may decide an
-    order.
+    An order must not depend on NumPy's generators, whose streams may change between versions, or on Python's salted
+    hash.
     """
     state = GOLDEN
     for key in keys:
@@ -60,7 +60,7 @@ GENERATOR = Generator(PHILOX)
 
 
 def keyed(key: int) -> Generator:
-    """Return this process's generator, set to the state of `Generator(Philox(key=key))`, in a tenth of the time."""
+    """Return this process's generator, reset to `Generator(Philox(key=key))`: ten times faster than making one."""
     FRESH["state"]["key"][0] = key
     PHILOX.state = FRESH
     return GENERATOR
@@ -69,14 +69,14 @@ def keyed(key: int) -> Generator:
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Return torch's own generators that a model on the device draws from.
 
-    `torch.manual_seed` would also note its stack for each device that this process has not opened, in each call.
+    Unlike these, `torch.manual_seed` records a stack trace in every call for each device that was never initialised.
     """
     cuda = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
     return [torch.default_generator, *cuda]
 
 
 def seed_all(key: int) -> None:
-    """Seed the generators that data draws from. Before each step, the trainer seeds torch anew for the model."""
+    """Seed the generators that data loading uses. The trainer reseeds torch before each step, for the model."""
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)

@@ -43,16 +43,16 @@ def test_a_reader_is_told_and_changes_nothing(run: Path, caplog: pytest.LogCaptu
 
 
 def test_none_valid_is_an_error_and_touches_nothing(run: Path) -> None:
-    """A run must not start anew by itself over the remains of its old one."""
+    """A run must not start over by itself on the remains of its old one."""
     for step in (1, 2):
         (put(run, step) / "state.json").unlink()
     for _ in range(2):
         with pytest.raises(Damaged, match=r"none of the 2 .*step-00000002/state\.json: is missing"):
             newest(run)
-    with pytest.raises(Damaged, match=r"trainer\.resume=auto: none of the 2 .*; trainer\.resume=null starts anew$"):
+    with pytest.raises(Damaged, match=r"resume=auto: none of the 2 .*; trainer\.resume=null starts a new run$"):
         resolve("auto", run.parent, None)
     for resume in ("auto", str(run)):
-        with pytest.raises(Damaged, match=r"; trainer\.resume=null and another trainer\.run_dir start anew$"):
+        with pytest.raises(Damaged, match=r"; trainer\.resume=null and another trainer\.run_dir start a new run$"):
             resolve(resume, run.parent, run)
     assert steps(run) == [1, 2]
 
@@ -64,7 +64,7 @@ def test_the_way_out_of_auto_is_not_looked_for_in_the_current_folder(
     (here := tmp_path / "here").mkdir()
     put(here, 2).rename(here / ".old-step-00000002-0")
     monkeypatch.chdir(here)
-    with pytest.raises(Damaged, match=r"anew$"):
+    with pytest.raises(Damaged, match=r"a new run$"):
         resolve("auto", run.parent, run)
     assert hidden(here) == [".old-step-00000002-0"]
 
@@ -151,7 +151,7 @@ OLDER = r"; trainer\.resume=.*/run/step-00000001 is valid, or trainer\.resume=au
         ("run/step-00000002", r"=run/step-00000002: .*state\.json: 0 bytes.*" + OLDER),
         ("a\0b", r"=\'a\\x00b\'\.\.\.: is not a path; give .*auto$"),
         ("a" * 5000, r"=\'a{60}\'\.\.\.: is not a path; give .*auto$"),
-        ("bad", r"=bad: none of the 1 checkpoints .*; trainer\.resume=null starts anew"),
+        ("bad", r"=bad: none of the 1 checkpoints .*; trainer\.resume=null starts a new run"),
     ],
 )
 def test_messages(run: Path, monkeypatch: pytest.MonkeyPatch, resume: str, message: str) -> None:

@@ -135,7 +135,7 @@ def test_a_failure_is_told_while_training_goes_on(monkeypatch, capsys):
     held = Held(monkeypatch, 2, errors={2: OSError(28, "No space left on device"), 4: OSError(5, "Input/output error")})
     trainer = make(AtStep(at))
     trainer.fit()
-    assert "checkpoint of step 2 failed, training goes on: [Errno 28] No space left on device" in told[0]
+    assert "checkpoint of step 2 failed, training continues: [Errno 28] No space left on device" in told[0]
     assert steps() == [6] and trainer.step == 6
 
 
@@ -152,7 +152,7 @@ def test_so_many_failures_in_a_row_end_the_run(monkeypatch):
         trainer.fit()
     assert str(error.value) == (
         "trainer.checkpoint.dir=ckpt: 2 checkpoints in a row failed: [Errno 28] No space left on device; "
-        "fix the cause, then go on from the checkpoint before by trainer.resume=ckpt/r"
+        "fix the cause, then resume from the previous checkpoint with trainer.resume=ckpt/r"
     )
     assert trainer.step in (8, 9) and steps() == [4]  # by when the disk has answered
 
@@ -239,7 +239,7 @@ def test_the_last_checkpoint_that_can_not_be_written_is_one_line_after_the_summa
         make(AtStep(), 4).fit()
     assert str(error.value) == (
         "trainer.checkpoint.dir=ckpt: the checkpoint of the last step, 4, failed: [Errno 28] No space left on device; "
-        "fix the cause, then go on from the checkpoint before by trainer.resume=ckpt/r"
+        "fix the cause, then resume from the previous checkpoint with trainer.resume=ckpt/r"
     )
     assert json.loads(Path("runs/r/summary.json").read_text())["steps"] == 4
 

@@ -108,7 +108,7 @@ def test_a_rank_whose_disk_is_full_makes_no_checkpoint_of_any():
     assert [failed for _, failed in run_ranks(3, full_disk)] == [[4], [], []]
     assert steps() == [2, 6] and not list(Path("ckpt/r").glob(".tmp-*"))
     said = Path("runs/r/logs/rank0.log").read_text()
-    assert "checkpoint of step 4 failed, training goes on: rank 2: [Errno 28] No space left on device" in said
+    assert "checkpoint of step 4 failed, training continues: rank 2: [Errno 28] No space left on device" in said
 
 
 def test_a_rank_that_dies_in_its_file_leaves_the_older_checkpoints_whole():

@@ -192,8 +192,8 @@ def test_what_can_be_walked_once_is_refused():
     with pytest.raises(ConfigError) as refused:
         iterated(Place(), "generator", 2)
     assert str(refused.value) == (
-        "trainer.limit_batches.train=2: recipe.data('train') is a generator, which can be walked only once; give "
-        "trainer.max_steps instead, or return an object whose __iter__ starts anew"
+        "trainer.limit_batches.train=2: recipe.data('train') is a generator, which can be iterated only once; give "
+        "trainer.max_steps instead, or return an object whose __iter__ starts over"
     )
 
 

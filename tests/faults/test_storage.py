@@ -165,10 +165,10 @@ def test_20_a_disk_is_full_for_a_while(tmp_path):
             process.kill()
         assert process.returncode == 0, err
         assert "resumed from ckpt/r/step-00000004 at step 4" in out
-        failed = out.count("failed, training goes on: [Errno 28]")
+        failed = out.count("failed, training continues: [Errno 28]")
         assert (
             failed >= 8
-            and "No space left on device; training goes on" in out
+            and "No space left on device; training continues" in out
             and "metrics.jsonl: can be written again" in rest
         )
         whole(disk, straight, 60)
@@ -176,7 +176,7 @@ def test_20_a_disk_is_full_for_a_while(tmp_path):
         seen = EventAccumulator(str(disk / "runs/r/tensorboard"), size_guidance={"scalars": 0}).Reload()
         assert [event.step for event in seen.Scalars("train/loss")] == list(range(1, 61))
         logged = (disk / "runs" / "r" / "logs" / "rank0.log").read_text()
-        assert logged.count("failed, training goes on: [Errno 28]") == failed
+        assert logged.count("failed, training continues: [Errno 28]") == failed
 
 
 @needs_mounts
@@ -189,7 +189,7 @@ def test_21_a_disk_is_read_only_for_a_while(golden, tmp_path):
         wait_for(tmp_path / "ckpt" / "r" / "step-00000004")
         with mounted(tmp_path / "ckpt", "--bind", folder):
             mount("-o", "remount,bind,ro", folder)
-            out = read_until("checkpoint of step 8 failed, training goes on: [Errno 30] Read-only file", process)
+            out = read_until("checkpoint of step 8 failed, training continues: [Errno 30] Read-only file", process)
         rest, err = process.communicate(timeout=100)
     finally:
         process.kill()

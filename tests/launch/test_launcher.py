@@ -195,7 +195,7 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert result.err == "echelon: rank 1 was killed by SIGKILL; its log: runs/r/logs/rank1.log\n"
     (tmp_path / "saved").mkdir()
     again = trouble("SIGKILL", 1, tmp_path / "saved", "trainer.checkpoint.every_steps=2")
-    told, _, command = again.err.partition("; go on with ")
+    told, _, command = again.err.partition("; resume with ")
     assert told == result.err.rstrip() and command.rstrip().endswith(" trainer.resume=ckpt/r")
 
 

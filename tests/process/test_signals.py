@@ -278,7 +278,7 @@ def test_a_reader_that_goes_away(straight, tmp_path):
         run.stdout.close()
     log = (tmp_path / "runs" / "r" / "logs" / "rank0.log").read_text()
     assert run.returncode == 0, log
-    assert log.count("<stdout> is closed (Broken pipe): the run goes on") == 1
+    assert log.count("<stdout> is closed (Broken pipe): the run continues") == 1
     assert lines(tmp_path / "runs" / "r") == lines(straight / "runs" / "r")
 
 
@@ -307,8 +307,8 @@ def test_a_recipe_may_print_to_a_reader_that_has_gone(tmp_path):
         process.stdout.close()
     assert process.returncode == 0
     log = (tmp_path / "runs" / "r" / "logs" / "rank0.log").read_text()
-    assert log.count("<stdout> is closed (Broken pipe): the run goes on") == 1
-    assert log.count("<stderr> is closed (Broken pipe): the run goes on") == 1
+    assert log.count("<stdout> is closed (Broken pipe): the run continues") == 1
+    assert log.count("<stderr> is closed (Broken pipe): the run continues") == 1
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Adapters in the format of peft, for `trainer.init_from`: a folder without the weights of the base model."""
+"""Loads adapters in peft's format for `trainer.init_from`: a folder without the weights of the base model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +11,17 @@ from trainer.errors import ConfigError, printable
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CONFIG_BYTES = 1 << 20
-SCALES = ("lora_alpha", "use_rslora", "alpha_pattern")  # what the adapters are multiplied by: no shape shows it
+SCALES = ("lora_alpha", "use_rslora", "alpha_pattern")  # factors of the adapters, which no shape reveals
 
 
 def with_base(module: nn.Module, adapters: Mapping[str, Tensor], folder: Path, key: str) -> dict[str, Tensor]:
-    """Return the adapters under the names of the model, and the model's own values of all that is in no adapter.
+    """Return the adapters under the model's names, with the model's own values for all other weights.
 
     Args:
         key: The setting that named the folder.
 
     Raises:
-        ConfigError: The model has no adapters, or multiplies them by other numbers.
+        ConfigError: The model has no adapters, or scales them differently.
     """
     config = getattr(module, "peft_config", {}).get("default")
     if config is None:

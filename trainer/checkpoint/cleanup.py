@@ -1,4 +1,4 @@
-"""Deletes the files that killed processes left in a run's folder, and puts checkpoints back. Standard library only."""
+"""Deletes files that killed processes left in a run's folder, and restores checkpoints. Standard library only."""
 
 import errno
 import json
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from trainer.checkpoint.manifest import MANIFEST
 
-# Folders of ours, with the number of their attempt; commit.py says what they are. No other file is deleted.
+# Echelon's own folders, with the number of their attempt; see commit.py. No other file is deleted.
 STAGED = re.compile(r"\.tmp-\d{8,}-([0-9a-f]+)")
 REPLACED = re.compile(r"\.old-(step-\d{8,})-([0-9a-f]+)")
 TRASH = re.compile(r"\.trash-step-\d{8,}-[0-9a-f]+")
 
 
 def sweep(run_dir: Path, attempt: int) -> None:
-    """Delete the leftovers of attempts up to this one, and trash; a later attempt may still be at work."""
+    """Delete trash, and the leftovers of attempts up to this one; a later attempt may still be running."""
     put_back(run_dir, attempt)
     for old in _left(run_dir, REPLACED, attempt):
-        with suppress(OSError):  # it can't be read now: the next sweep tries again
+        with suppress(OSError):  # can't be read now; the next sweep tries again
             kind, step = ".abandoned" if others_in(old) else ".trash", old.name.split("-", 1)[1].rpartition("-")[0]
             os.rename(old, run_dir / f"{kind}-{step}-{os.urandom(4).hex()}")
     trash = [path for path in run_dir.glob(".trash-*") if TRASH.fullmatch(path.name)]
@@ -30,9 +30,9 @@ def sweep(run_dir: Path, attempt: int) -> None:
 
 
 def others_in(checkpoint: Path) -> list[str]:
-    """Return the files in a checkpoint that its manifest does not name. A manifest that is damaged names none.
+    """Return the files in a checkpoint that its manifest does not name. A damaged manifest names none.
 
-    A checkpoint without a manifest was being deleted, so it has no others.
+    A checkpoint without a manifest was being deleted, so the result is empty.
 
     Raises:
         OSError: The manifest can't be read.
@@ -47,16 +47,16 @@ def others_in(checkpoint: Path) -> list[str]:
 
 
 def put_back(run_dir: Path, attempt: float = math.inf) -> None:
-    """Rename a checkpoint back that a killed process was about to replace."""
+    """Restore a checkpoint that a killed process was about to replace."""
     for old in _left(run_dir, REPLACED, attempt):
         final = old.with_name(old.name.removeprefix(".old-").rpartition("-")[0])
         if not os.path.lexists(final):
-            with suppress(OSError):  # another reader was faster, or this one may not write
+            with suppress(OSError):  # another reader was faster, or this one has no write permission
                 os.rename(old, final)
 
 
 def move(folder: Path, to: Path) -> None:
-    """Rename a folder. A folder in an overlay's lower layer can't be renamed, and is copied."""
+    """Rename a folder, or copy it if it is in an overlay's lower layer and can't be renamed."""
     try:
         os.rename(folder, to)
     except OSError as error:
@@ -67,9 +67,9 @@ def move(folder: Path, to: Path) -> None:
 
 
 def delete(folder: Path, hidden: Path) -> None:
-    """Delete a folder under a hidden name, so that no reader meets half of it.
+    """Delete a folder after renaming it to a hidden name, so that no reader sees half of it.
 
-    A folder in an overlay's lower layer can't be renamed, and is deleted under its own name.
+    A folder in an overlay's lower layer can't be renamed, so it is deleted under its own name.
     """
     try:
         os.rename(folder, hidden)

@@ -1,17 +1,17 @@
-"""A checkpoint appears whole or not at all: staged, hashed, synced, renamed once. Standard library only.
+"""Commits checkpoints atomically: files are staged, hashed, synced and renamed once. Standard library only.
 
     <dir>/last.pt                     link to the newest checkpoint
-    <dir>/best.pt                     link to the best one of the same run, with `keep_best`
+    <dir>/best.pt                     link to the best checkpoint of the same run, with `keep_best`
     <dir>/<run>/step-00001200/        a checkpoint; never changed once it has this name
-    <dir>/<run>/.tmp-* .trash-*       left by a killed process: the next process that writes the run deletes it
-    <dir>/<run>/.old-*                replaced by a checkpoint of the same step: put back if the new one is missing,
+    <dir>/<run>/.tmp-* .trash-*       left by a killed process; the run's next writer deletes them
+    <dir>/<run>/.old-*                replaced by a checkpoint of the same step: restored if the new one is missing,
                                       kept as .abandoned-* if somebody has put a file into it
-    <dir>/<run>/.bad-* .abandoned-*   damaged, or of a history that a resume has left: kept until someone deletes them
-    <dir>/<run>/.lock                 held by the process that writes the run: one at a time
-    <dir>/<run>/ATTEMPT               the process that began last, if a lock fails
+    <dir>/<run>/.bad-* .abandoned-*   damaged, or of a history that a resume has left; kept until someone deletes them
+    <dir>/<run>/.lock                 held by the one process that writes the run
+    <dir>/<run>/ATTEMPT               the process that began last, in case the lock fails
 
-Each rank stages the files that it alone has; rank 0 then writes the one manifest and does the one rename. A process
-that was replaced, and runs again, commits nothing: see fence.py.
+Each rank stages its own files; rank 0 then writes the one manifest and does the one rename. A process that was replaced
+while it was suspended commits nothing: see fence.py.
 """
 
 import errno
@@ -35,7 +35,7 @@ LINKED = re.compile(r"[^/]+/step-\d{8,}")  # what last.pt and best.pt point to
 
 
 def begin(run_dir: Path) -> Attempt:
-    """Make this process the one that writes the run, and delete the unfinished files of earlier processes.
+    """Make this process the run's writer, and delete the unfinished files of earlier processes.
 
     An earlier process that was suspended before its rename then has nothing left to rename.
     """
@@ -56,11 +56,11 @@ def commit(
     """Commit `files`, by name, as the run's checkpoint at `step`, replacing an older one of this step.
 
     `manifest` is JSON without NaN. `attempt` is the result of `begin`; None: an attempt for this commit alone. `moved`
-    is called after each piece that is written. An error leaves the older checkpoints as they were, and none of these
-    files.
+    is called after each written piece. An error leaves older checkpoints unchanged, and none of these files behind.
 
     Raises:
-        OSError: The disk fails, or has too little space. Superseded: Another process writes the run now.
+        OSError: The disk fails, or has too little space.
+        Superseded: Another process writes the run now.
     """
     make(run_dir)
     attempt = attempt or begin(run_dir)
@@ -72,7 +72,7 @@ def commit(
 def stage(
     run_dir: Path, step: int, files: Mapping[str, memoryview], attempt: Attempt, moved: Callable[[], object]
 ) -> Entries:
-    """Write this rank's files of the checkpoint at `step`. Any rank may be the first.
+    """Write this rank's files of the checkpoint at `step`. Ranks may do so in any order.
 
     Raises:
         OSError: The disk fails, or has too little space.
@@ -85,10 +85,10 @@ def stage(
 def commit_staged(
     run_dir: Path, step: int, parts: list[Entries], manifest: Mapping[str, Any], attempt: Attempt
 ) -> Path:
-    """Make the staged files the run's checkpoint at `step`. `parts` has the entries of each rank.
+    """Commit the staged files as the run's checkpoint at `step`. `parts` has the manifest entries of each rank.
 
     Raises:
-        OSError, Superseded: As in `commit`; also if this process does not see a rank's file.
+        OSError, Superseded: As in `commit`, or if this process does not see a rank's file.
     """
     with _whole_or_nothing(run_dir, step, attempt):
         for rank, entries in enumerate(parts):
@@ -106,7 +106,7 @@ def publish(checkpoint: Path, attempt: Attempt) -> None:
     """Delete the checkpoint that this one has replaced, and point `last.pt` to the new one.
 
     Raises:
-        OSError: The disk refuses; the checkpoint is there all the same.
+        OSError: The disk refuses. The checkpoint exists all the same.
         Superseded: Another process writes the run now.
     """
     sweep(checkpoint.parent, attempt.number)
@@ -115,7 +115,7 @@ def publish(checkpoint: Path, attempt: Attempt) -> None:
 
 
 def make(path: Path) -> None:
-    """Make a folder and its parents, durably."""
+    """Make a folder and its parents, and sync them to disk."""
     if not path.is_dir():
         make(path.parent)
         path.mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ def make(path: Path) -> None:
 
 
 def staged(run_dir: Path, step: int, attempt: Attempt) -> Path:
-    """Return the folder in which the checkpoint at `step` is made."""
+    """Return the folder in which the checkpoint at `step` is staged."""
     return run_dir / f".tmp-{step:08d}-{attempt.number}"
 
 
@@ -149,7 +149,7 @@ def is_link(path: Path) -> bool:
     if not path.is_symlink():
         return False
     target = os.readlink(path)
-    return target == path.name or LINKED.fullmatch(target) is not None  # one to itself leads nowhere
+    return target == path.name or LINKED.fullmatch(target) is not None  # a link to itself is dangling
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Compares settings that change a run's numbers, but are not its identity: a resume logs each difference."""
+"""Compares settings that change a run's numbers but not its identity; a resume logs each difference."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ SECTIONS = ("recipe", "callbacks", "optimizer", "schedule", "nccl")  # of a conf
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a command, such as `optimizer.lr`: 0.001. `config` must have no secrets."""
+    """Flatten a config into dotted keys, such as `optimizer.lr`: 0.001. `config` must contain no secrets."""
     return {key: value for section in SECTIONS for key, value in _flat(section, config[section]).items()}
 
 
@@ -20,7 +20,7 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """Describe how two manifests differ.
 
-    A setting that only one of them has counts if both have others of its section.
+    A setting that only one of them has counts only if both have other settings of its section.
     """
     lines = []
     for name, prefix in (("settings", ""), ("ddp", "trainer.ddp."), ("versions", "")):
@@ -33,7 +33,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
 
 
 def same(key: str, was: Any, now: Any) -> bool:
-    """Compare two values of a setting. Our own classes may have moved to another module since."""
+    """Compare two values of a setting. Echelon's own classes may have moved to another module since."""
     if key.endswith("._target_") and all(str(name).startswith("trainer.") for name in (was, now)):
         return was.rpartition(".")[2] == now.rpartition(".")[2]
     return was == now
@@ -44,7 +44,7 @@ def part(key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as one short line without control characters: a checkpoint may be anybody's."""
+    """Format a value as one short line without control characters, because the checkpoint may be untrusted."""
     text = json.dumps(value)
     text = text[1:-1] if isinstance(value, str) else text
     return text if len(text) < 100 else f"{text[:97]}..."

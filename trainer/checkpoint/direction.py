@@ -1,4 +1,4 @@
-"""Tells by a metric's name whether larger or smaller values are better."""
+"""Guesses from a metric's name whether larger or smaller values are better."""
 
 import re
 
@@ -12,7 +12,7 @@ WORD = re.compile("[A-Z]+[0-9]+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+")  # B
 
 
 def usual(metric: str) -> int:
-    """Return 1 if larger values of the metric are better, -1 if smaller ones are, and 0 if its name does not tell."""
+    """Return 1 if larger values of the metric are better, -1 if smaller ones are, and 0 if the name gives no hint."""
     words = {word.lower() for word in WORD.findall(metric.rpartition("/")[2])}
     if words & NEITHER:
         return 0
@@ -20,12 +20,12 @@ def usual(metric: str) -> int:
 
 
 def warn_of_direction(key: str, metric: str, larger: bool, way_out: str) -> None:
-    """Warn if the metric is usually better the other way.
+    """Warn if the metric is usually compared in the other direction.
 
     Args:
-        key: The setting, for the line.
-        larger: Whether the run takes larger values as better.
-        way_out: The setting that turns it round.
+        key: The setting, for the message.
+        larger: Whether the run treats larger values as better.
+        way_out: The setting that reverses the direction.
     """
     if usual(metric) == (-1 if larger else 1):
         one, other = ("larger", "smaller") if larger else ("smaller", "larger")

@@ -1,6 +1,6 @@
 """Fences a run: only the process that began last may commit, on any host, with or without locks. Standard library only.
 
-A lock alone is no fence. A suspended process may lose its lock, or have none, and run again later.
+A lock alone is not enough, because a suspended process may lose its lock, or have none, and continue later.
 """
 
 import errno
@@ -16,25 +16,25 @@ from trainer.errors import ConfigError
 from trainer.files import sync
 
 ATTEMPT = "ATTEMPT"
-MOST = 999_999_999  # after this number, which a stranger's folder may have, the count starts from 1 again
+MOST = 999_999_999  # after this number, which a foreign folder may contain, the count restarts from 1
 LENGTH = 256  # bytes of the file: the text, padded with spaces
 TEXT = re.compile(r"attempt ([0-9]{1,9}), process [0-9]+ on [A-Za-z0-9._-]+")
 
 
 class Attempt(NamedTuple):
-    number: int  # processes that have begun to write the run, this one included
+    number: int  # how many processes have begun to write the run, including this one
     text: str
 
 
 class Superseded(ConfigError):
-    """Another process writes the run now. This process is not restarted: its next attempt would take the run back."""
+    """Another process writes the run now. This process is not restarted, because that would take the run back."""
 
 
 def next_attempt(run_dir: Path) -> Attempt:
-    """Record durably that this process begins. The caller holds the lock.
+    """Record on disk that this process begins. The caller holds the lock.
 
-    If two processes begin at once without a lock, one of them is refused later. The file is overwritten in place,
-    which also works on a full disk.
+    If two processes begin at once without a lock, one of them is refused later. The file is overwritten in place, so
+    that this also works on a full disk.
     """
     number = _last(run_dir).number % MOST + 1
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
@@ -58,10 +58,10 @@ def next_attempt(run_dir: Path) -> Attempt:
 
 
 def refuse_superseded(run_dir: Path, own: Attempt) -> None:
-    """Refuse to go on if another process writes the run.
+    """Fail if another process writes the run.
 
     Raises:
-        Superseded: Another attempt has begun since.
+        Superseded: Another attempt has begun since then.
     """
     last = _last(run_dir)
     if last != own and last.number:
@@ -72,7 +72,7 @@ def refuse_superseded(run_dir: Path, own: Attempt) -> None:
 
 
 def see_attempt(run_dir: Path, attempt: Attempt) -> bool:
-    """Return whether this process sees the attempt of rank 0, which a network file system may show late."""
+    """Return whether this process sees rank 0's attempt, which a network file system may show late."""
     deadline = time.monotonic() + timeouts.VISIBLE_S
     while (seen := _last(run_dir) == attempt) is False and time.monotonic() < deadline:
         time.sleep(timeouts.VISIBLE_EVERY_S)

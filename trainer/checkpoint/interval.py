@@ -1,9 +1,9 @@
-"""The interval between checkpoints that loses the least time, from their cost and from the failures of the run.
+"""Computes the interval between checkpoints that loses the least time, from their cost and from the run's failures.
 
-Young 1974, "A first order approximation to the optimum checkpoint interval", has `sqrt(2 * stall * mtbf)`. The
-`mtbf` is the mean time between failures. Daly adds terms for a stall that is not small against it. His paper is Daly
-2006, "A higher order estimate of the optimum checkpoint interval for restart dumps" (doi:10.1016/j.future.2004.11.016).
-Both take failures as a Poisson process.
+Young 1974, "A first order approximation to the optimum checkpoint interval", gives `sqrt(2 * stall * mtbf)`, where
+`mtbf` is the mean time between failures. Daly adds terms for a stall that is not small compared to it. See Daly 2006,
+"A higher order estimate of the optimum checkpoint interval for restart dumps" (doi:10.1016/j.future.2004.11.016).
+Both model failures as a Poisson process.
 """
 
 import json
@@ -16,21 +16,21 @@ from typing import Any
 from trainer.log import log
 
 FIRST = 60.0  # until a checkpoint has been measured
-LEAST = 60.0  # more often would load the storage for little
+LEAST = 60.0  # a shorter interval would load the storage for little gain
 DEVICE_HOURS = 54 * 24 * 16_384 / 419  # for each failure: Llama 3, arXiv:2407.21783, section 3.3.4
-RUN_HOURS = 7 * 24.0  # for each failure of anything else: software, power, users; a choice without a source
-CHANGED = 2.0  # times by which the interval changes, until the log says so
+RUN_HOURS = 7 * 24.0  # for each failure of anything else: software, power, users; a guess without a source
+CHANGED = 2.0  # factor by which the interval must change before it is logged again
 SMOOTHING = 0.5  # weight of the past in the mean of measured times
 MEASURED = ("stall_s", "write_s", "restart_s", "failures")
 
 
 def young(stall_s: float, mtbf_s: float) -> float:
-    """Return Young's interval in seconds, between the end of a checkpoint and the beginning of the next."""
+    """Return Young's interval in seconds, from the end of a checkpoint to the beginning of the next."""
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
 def daly(stall_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval in seconds, between the end of a checkpoint and the beginning of the next."""
+    """Return Daly's interval in seconds, from the end of a checkpoint to the beginning of the next."""
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
     x = math.sqrt(stall_s / (2 * mtbf_s))
@@ -38,7 +38,7 @@ def daly(stall_s: float, mtbf_s: float) -> float:
 
 
 def lost(interval_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the share of the time that checkpoints, restarts and repeated work take, by Daly's model."""
+    """Return the share of time spent on checkpoints, restarts and repeated work, by Daly's model."""
     each = (interval_s + stall_s) / mtbf_s
     if each + restart_s / mtbf_s > 700:  # no interval ends before the next failure
         return 1.0
@@ -46,27 +46,27 @@ def lost(interval_s: float, stall_s: float, restart_s: float, mtbf_s: float) -> 
 
 
 def prior_s(devices: int) -> float:
-    """Return the mean seconds between failures of a run that has had none."""
+    """Return the assumed mean seconds between failures of a run that has had none."""
     return 3600 / (devices / DEVICE_HOURS + 1 / RUN_HOURS)
 
 
 class Interval:
-    """The interval of `trainer.checkpoint.every=auto`, from this run's own numbers. Without `auto` it measures only.
+    """The interval of `trainer.checkpoint.every=auto`, from this run's own numbers. Without `auto` it only measures.
 
-    A run without a failure takes `prior_s`. From its first failure on, its own seconds and failures decide.
+    A run without a failure uses `prior_s`. After its first failure, it uses its own seconds and failures.
 
     Args:
-        logs: The folder in which a supervisor notes failures, and whether they are of machines.
+        logs: The folder in which a supervisor records failures, and whether a machine caused them.
     """
 
     def __init__(self, auto: bool, devices: int, logs: Path) -> None:
         self.auto, self.devices, self.logs = auto, devices, logs
         self.stall_s = self.write_s = self.restart_s = 0.0
         self.failures, self.made_at = 0, time.monotonic()
-        self.seconds, self.said = FIRST, 0.0  # of the interval; the last that the log has
+        self.seconds, self.said = FIRST, 0.0  # the interval; the last one that was logged
 
     def measure(self, stall_s: float, write_s: float, trained_s: float) -> None:
-        """Take the seconds for which a checkpoint stopped training, and those until it was on the disk; 0: unknown."""
+        """Record how long a checkpoint stopped training, and how long until it was on disk, in seconds; 0: unknown."""
         for name, value in (("stall_s", stall_s), ("write_s", write_s)):
             past = getattr(self, name)
             if value:
@@ -77,9 +77,9 @@ class Interval:
         return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices)
 
     def decide(self, trained_s: float) -> None:
-        """Set the interval, once it is known how long a checkpoint stops training.
+        """Set the interval once it is known how long a checkpoint stops training.
 
-        A checkpoint begins no sooner than the one before is written, and a minute after it.
+        A checkpoint begins at least a minute after the previous one, and after that one is written.
         """
         if not self.stall_s:
             return
@@ -115,9 +115,9 @@ class Interval:
 
 
 def noted(logs: Path) -> int:
-    """Return the failures of machines that the run's supervisor has noted, and the restarts by torchrun.
+    """Count the machine failures that the run's supervisor has recorded, and the restarts by torchrun.
 
-    Others are a user's mistakes, which tell nothing of the machines.
+    Other failures are a user's mistakes, which say nothing about the machines.
     """
     try:
         count = sum(map(_is_of_machines, (logs / "events.jsonl").read_bytes().splitlines()))
@@ -128,7 +128,7 @@ def noted(logs: Path) -> int:
 
 
 def _is_of_machines(line: bytes) -> bool:
-    """Return whether a line of the supervisor has a failure of a machine. A full disk may cut a line."""
+    """Return whether a line written by the supervisor is a machine failure. A full disk may truncate a line."""
     try:
         event = json.loads(line)
     except ValueError:

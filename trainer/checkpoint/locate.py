@@ -12,7 +12,7 @@ from trainer.log import log
 
 LAST = "last.pt"
 BEST = "best.pt"
-CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the paths of its checkpoints: see `noted_in`
+CHECKPOINTED = "checkpointed"  # a file in the run's own folder with the paths of its checkpoints; see `noted_in`
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -23,7 +23,7 @@ def checkpoints(run_dir: Path, reads: bool = False) -> list[Path]:
     """Return all checkpoints of a run, oldest first, valid or not.
 
     Args:
-        reads: Change nothing: a running job may be replacing one.
+        reads: Change nothing, because a running job may be replacing a checkpoint.
     """
     if not reads:
         put_back(run_dir)
@@ -38,7 +38,7 @@ def newest(run_dir: Path, reads: bool = False) -> Path | None:
         reads: Leave the damaged ones where they are.
 
     Raises:
-        Damaged: There are checkpoints, and none is valid. They stay where they are.
+        Damaged: There are checkpoints, but none is valid. They stay where they are.
     """
     damaged: dict[Path, Damaged] = {}
     for checkpoint in reversed(checkpoints(run_dir, reads)):
@@ -67,15 +67,15 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
         reads: Change nothing in these folders.
 
     Raises:
-        ConfigError: The path is no checkpoint.
+        ConfigError: The path is not a checkpoint.
         Damaged: The checkpoint can't be used.
-        OSError: The system fails in a way that may pass.
+        OSError: The system fails in a way that may be transient.
     """
     ways = f"give DIR/{LAST}, DIR/{BEST}, a folder step-*, a run's folder, or auto"
     if not _can_be(resume):
         raise ConfigError(f"trainer.resume={resume[:60]!r}...: is not a path; {ways}")
     key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
-    anew = f"trainer.resume=null {'and another trainer.run_dir start' if run_dir else 'starts'} anew"
+    anew = f"trainer.resume=null {'and another trainer.run_dir start' if run_dir else 'starts'} a new run"
     try:
         if resume == "auto":
             run_dir = run_dir or _last_run(root, reads)
@@ -89,7 +89,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
     except Damaged as error:
         way_out = anew if resume == "auto" else _valid_before(target, reads) or anew
         raise Damaged(f"{key}: {error}; {way_out}") from error
-    except PermissionError as error:  # any other error of the system may pass: the caller may try again
+    except PermissionError as error:  # any other system error may be transient, so the caller may retry
         raise ConfigError(f"{key}: {error}; make it readable, or {anew}") from error
     why = "is not a checkpoint" if target.exists() else "does not exist"
     if os.path.islink(resume):
@@ -98,7 +98,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
 
 
 def _checkpoints_of(key: str, folder: Path, reads: bool) -> Path:
-    """Return where a run has its checkpoints, for the run's own folder; any other path as it is."""
+    """Return the folder of checkpoints if the path is a run's own folder; any other path unchanged."""
     if (saved := noted_in(folder)) is None:
         return folder
     if not checkpoints(saved, reads):
@@ -107,16 +107,16 @@ def _checkpoints_of(key: str, folder: Path, reads: bool) -> Path:
 
 
 def note(run_dir: Path, saved: Path) -> str:
-    """Return what a run's own folder notes about its checkpoints: the path from that folder, and the absolute one.
+    """Return the note in a run's own folder: the relative and the absolute path of its checkpoints.
 
-    The first holds if the project is moved or copied, the second if the run's folder alone is moved.
+    The first stays valid if the project is moved or copied, the second if only the run's folder is moved.
     """
     saved = saved.resolve()
     return f"{os.path.relpath(saved, run_dir.resolve())}\n{saved}"
 
 
 def noted_in(run_dir: Path) -> Path | None:
-    """Return where a run has its checkpoints, by the note in the run's own folder; None if there is no note."""
+    """Return the folder of a run's checkpoints from the note in the run's own folder; None without a note."""
     if not (file := run_dir / CHECKPOINTED).is_file():
         return None
     lines = file.read_text(errors="replace").splitlines() or [""]
@@ -156,7 +156,7 @@ def _last_run(root: Path, reads: bool) -> Path | None:
 
 
 def _valid_before(target: Path, reads: bool) -> str:
-    """Return the way out of a damaged checkpoint: the newest valid one before it; empty if there is none."""
+    """Suggest the newest valid checkpoint before a damaged one; empty if there is none."""
     siblings = checkpoints(target.parent, reads)
     for older in reversed(siblings[: siblings.index(target)] if target in siblings else []):
         with suppress(Damaged):

@@ -1,4 +1,4 @@
-"""Locks a run, so that one process at a time writes it; the system drops the lock of a process that ends."""
+"""Locks a run so that one process at a time writes it; the system releases the lock of a process that ends."""
 
 import errno
 import fcntl
@@ -20,14 +20,14 @@ HELD = re.compile(rb"process [0-9]+ on .*")  # content of a lock
 UNWRITTEN = re.compile(r"logs|tensorboard|export|profile|(rank\d+\.log|[a-z_]+\.jsonl)")  # folders, or empty files
 EXPORTED = re.compile(r"\.tmp[A-Za-z0-9]{6}")  # a file that safetensors was writing
 
-_held: dict[Path, int] = {}  # descriptors; POSIX drops the lock when any descriptor of the file is closed
+_held: dict[Path, int] = {}  # descriptors; POSIX releases the lock when any descriptor of the file is closed
 
 
 class Claim:
-    """The right to write a run: its folder of checkpoints and, if given, the run's own folder."""
+    """The right to write a run: its checkpoint folder and, if given, the run's own folder."""
 
     def __init__(self, folder: Path, run_dir: Path | None = None) -> None:
-        """Claim the run's folder of checkpoints.
+        """Claim the run's checkpoint folder.
 
         Raises:
             ConfigError: Another process writes this run.
@@ -38,7 +38,7 @@ class Claim:
             lock(folder)
             if run_dir is not None:
                 lock(run_dir, "trainer.run_dir")
-                sweep_temporary(run_dir, older_s=0.0)  # no other process writes there
+                sweep_temporary(run_dir, older_s=0.0)  # no other process is writing there
                 sweep_temporary(run_dir / "export", older_s=0.0, names=EXPORTED)
             self.attempt = begin(folder)
             refused.pop_all()
@@ -51,7 +51,7 @@ class Claim:
                 write_whole(file, text.encode())
 
     def close(self) -> None:
-        """Let other processes write the run, and delete folders in which this one has written nothing."""
+        """Release the run, and delete folders in which this process has written nothing."""
         for folder in filter(None, (self.folder, self.run_dir)):
             if (folder.resolve() / ".lock") in _held:
                 _remove_empty(folder)
@@ -61,11 +61,11 @@ class Claim:
 def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
     """Claim the folder that `key` names for this process, until `unlock` or until the process ends.
 
-    The lock is POSIX's and not flock's: a forked data worker that outlives a killed trainer doesn't keep it. If the
-    file system has no locks, a warning is logged instead.
+    It is a POSIX lock and not a flock, so that a forked data worker that outlives a killed trainer doesn't keep it. If
+    the file system has no locks, a warning is logged instead.
 
     Raises:
-        ConfigError: Another process has claimed the folder, or its .lock is somebody else's file.
+        ConfigError: Another process has claimed the folder, or its .lock was not written by Echelon.
     """
     make(run_dir)
     path, value = run_dir.resolve() / ".lock", run_dir if key == "trainer.run_dir" else run_dir.parent
@@ -87,9 +87,9 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a file that is no lock has its name. A link is not opened by `lock`, and stays.
+    """Return whether the lock's name is taken by a file that is not a lock. `lock` never opens a link.
 
-    After a power loss, a file may have its length and no content but zero bytes.
+    After a power loss, a lock may have its length but contain only zero bytes.
     """
     if not path.is_file() or path.is_symlink():
         return False
@@ -109,9 +109,9 @@ def is_lock(path: Path) -> bool:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Return whether a process writes the run; also if the file system has no locks, since none can tell."""
+    """Return whether a process writes the run; true if the file system has no locks, because it can't be determined."""
     path = run_dir.resolve() / ".lock"
-    if path in _held:  # of this process, which would lose its lock with any descriptor
+    if path in _held:  # this process's own, which would be lost with any descriptor
         return True
     try:
         with path.open("rb") as file:
@@ -124,9 +124,9 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Delete the folder if it holds only what a run makes before it writes anything."""
+    """Delete the folder if it contains only what a run creates before it writes anything."""
     with suppress(OSError):
-        found = sorted(folder.rglob("*"), reverse=True)  # a folder after its files
+        found = sorted(folder.rglob("*"), reverse=True)  # files before their folder
         if not folder.is_symlink() and all(map(_unwritten, found)):
             for path in found:
                 path.rmdir() if path.is_dir() else path.unlink()

@@ -21,12 +21,12 @@ FORMAT = 4  # since 3 each rank has a JSON file of its own; since 4 a part of a 
 READABLE = (2, 3, FORMAT)
 MANIFEST_BYTES = 64 << 20  # a larger manifest is refused
 CHUNK = 4 << 20  # bytes that are hashed, then written
-SYNCED = 64 << 20  # bytes between two syncs, so that a heartbeat tells a slow disk from one that hangs
+SYNCED = 64 << 20  # bytes between two syncs, so that heartbeats distinguish a slow disk from one that hangs
 STEP = re.compile(r"step-([0-9]{8,})")
 FILE = re.compile(r"[A-Za-z0-9._-]+")
 Entries = dict[str, list[int | str]]  # name of a file -> its size and sha256
 
-# The errors of a damaged checkpoint. Any other OSError (permissions, too many open files) has another cause.
+# Errors that mean a damaged checkpoint. Any other OSError (permissions, too many open files) has another cause.
 DAMAGE = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is not a folder",
@@ -39,11 +39,11 @@ DAMAGE = {
 
 
 class Damaged(ConfigError):
-    """A checkpoint that is not as it was written. The message names the file and the difference."""
+    """A checkpoint that differs from what was written. The message names the file and the difference."""
 
 
 def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[], object]) -> Entries:
-    """Write new files, and return their entries when their bytes are on the disk. Call `moved` after each piece."""
+    """Write new files, and return their entries once their bytes are on disk. Call `moved` after each piece."""
     entries: Entries = {}
     with _opened(folder) as descriptor:
         for name in sorted(files):
@@ -53,7 +53,7 @@ def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[
 
 
 def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of the files in `folder`, and return when it is on the disk."""
+    """Write the manifest of the files in `folder`, and return once it is on disk."""
     assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
     files = {name: entries[name] for name in sorted(entries)}
     with _opened(folder) as descriptor:
@@ -65,7 +65,7 @@ def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any])
 def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
     """Check every file that the manifest names, and return the manifest. Without `hashes`, check only the sizes.
 
-    A file that can't be read is read again, since an error of a network file system may pass.
+    Reading an unreadable file is retried, because an error of a network file system may be transient.
 
     Raises:
         Damaged: A file differs. The message names the file and the difference.
@@ -82,16 +82,16 @@ def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
 
 @contextmanager
 def opened(checkpoint: Path, name: str) -> Iterator[Path]:
-    """Open the file, and return a path that leads to it even if another file takes its name meanwhile.
+    """Open the file, and yield a path that refers to it even if another file takes its name meanwhile.
 
     Raises:
-        Damaged: The file is a link or no plain file, or can't be read.
+        Damaged: The file is a link or not a plain file, or can't be read.
     """
     with ExitStack() as held:
         try:
             file = held.enter_context(_open(held.enter_context(_opened(checkpoint)), name))
         except OSError as error:
-            if error.errno not in DAMAGE or error.errno == errno.EIO:  # an input/output error may pass
+            if error.errno not in DAMAGE or error.errno == errno.EIO:  # an input/output error may be transient
                 raise
             raise Damaged(f"{checkpoint / name}: {DAMAGE[error.errno]}") from error
         yield Path(f"/proc/self/fd/{file.fileno()}")
@@ -119,7 +119,7 @@ def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
 
 
 def _write(folder: int, name: str, content: memoryview, moved: Callable[[], object]) -> str:
-    """Write a new file, after allocating its space on the disk, and return its sha256.
+    """Allocate space on disk for a new file, write it, and return its sha256.
 
     Hashing and writing release the interpreter's lock.
     """
@@ -151,7 +151,7 @@ def _claim(file: int, size: int) -> None:
 
 
 def _render(manifest: dict[str, Any]) -> bytes:
-    """Return strict JSON in one spelling, with its own sha256: reading compares bytes, so no flipped bit passes."""
+    """Return canonical strict JSON with its own sha256. Reading compares bytes, so that any flipped bit is detected."""
     plain = json.dumps(manifest, allow_nan=False, indent=1)
     return json.dumps({**manifest, "sha256": hashlib.sha256(plain.encode()).hexdigest()}, indent=1).encode()
 
@@ -170,7 +170,7 @@ def _read(checkpoint: Path, descriptor: int) -> dict[str, Any]:
             if plain and manifest["format"] in READABLE and type(manifest["step"]) is int:
                 return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # refused below, like a well-formed manifest that is wrong
+        pass  # refused below, like a well-formed but wrong manifest
     raise Damaged(f"{checkpoint / MANIFEST}: damaged, edited, or of another format than {READABLE}")
 
 
@@ -185,7 +185,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def _open(folder: int, name: str) -> Iterator[BinaryIO]:
-    """Open a plain file. A link is not followed; a pipe does not block."""
+    """Open a plain file without following a link or blocking on a pipe."""
 
     def opener(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -200,8 +200,8 @@ def see(checkpoint: Path, sha256: str, hashes: bool) -> tuple[dict[str, Any], st
     """Return the manifest, or the reason why this process does not see it within `timeouts.VISIBLE_S` seconds.
 
     Args:
-        sha256: The manifest's own.
-        hashes: Compare the hashes of all files, as rank 0 has done: another node may read other bits.
+        sha256: The hash of the manifest itself.
+        hashes: Compare the hashes of all files, as rank 0 did, because another node may read different bits.
     """
     deadline = time.monotonic() + timeouts.VISIBLE_S
     while True:

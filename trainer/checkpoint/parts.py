@@ -1,9 +1,9 @@
-"""Reads slices of a checkpoint's tensors, from whatever files of whatever ranks have them.
+"""Reads slices of a checkpoint's tensors from the files of all ranks that have them.
 
     state.json, optimizer.safetensors           tensors that one rank had whole
-    part-00003.json, part-00003.safetensors     those that rank 3 had: whole tensors, or slices along one dimension
+    part-00003.json, part-00003.safetensors     those of rank 3: whole tensors, or slices along one dimension
 
-A checkpoint of any number of ranks, and of any layout over them, so loads into any other.
+A checkpoint written by any number of ranks, in any layout, therefore loads into any other layout.
 """
 
 from bisect import insort
@@ -21,7 +21,7 @@ from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.checkpoint.serialize import SECTION, STATE, Part, decode, read_json
 from trainer.comm.slices import Slice
 
-SECTIONS = ("model", "optimizer")  # may be in parts
+SECTIONS = ("model", "optimizer")  # sections that may be split into parts
 PART_SECTIONS = (*SECTIONS, "callbacks")
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -44,36 +44,36 @@ class Piece(NamedTuple):
     dtype: torch.dtype
 
     def read(self, *slices: Slice) -> Tensor:
-        """Return a copy of what is in all slices; of several along one dimension, the last counts."""
+        """Return a copy of the intersection of the slices; of several along one dimension, the last counts."""
         if not self.shape:
             return self.handle.get_tensor(self.name).clone()
         index = [slice(None)] * len(self.shape)
         for dimension, start, stop in slices:
             index[dimension] = slice(start, stop)
-        return self.handle.get_slice(self.name)[tuple(index)].clone()  # safetensors maps the file, which may be cut
+        return self.handle.get_slice(self.name)[tuple(index)].clone()  # the mapped file may be truncated later
 
 
 class Stored:
-    """A tensor of a checkpoint, whose slices may lie in several files. Only what is asked for is read.
+    """A tensor of a checkpoint whose slices may be in several files. Only requested slices are read.
 
     Args:
-        shape: Of the whole tensor. A tensor without dimensions has one index along dimension 0.
-        dimension: Along which it is cut.
+        shape: The shape of the whole tensor. A tensor without dimensions has one index along dimension 0.
+        dimension: The dimension along which it is sliced.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, dimension: int = 0) -> None:
         self.shape, self.dtype, self.dimension = shape, dtype, dimension
         self.length = self._length(shape)
-        self.pieces: list[tuple[int, Piece]] = []  # with the first index of each, counted in the whole tensor
+        self.pieces: list[tuple[int, Piece]] = []  # each with its first index in the whole tensor
 
     def _length(self, shape: tuple[int, ...]) -> int:
         return shape[self.dimension] if shape else 1
 
     def add(self, start: int, piece: Piece) -> None:
-        """Add a slice, which begins at `start`.
+        """Add a slice that begins at `start`.
 
         Raises:
-            ValueError: It is no slice of this tensor.
+            ValueError: It is not a slice of this tensor.
         """
         shape, d = piece.shape, self.dimension
         same = len(shape) == len(self.shape) and shape[:d] + shape[d + 1 :] == self.shape[:d] + self.shape[d + 1 :]
@@ -83,7 +83,7 @@ class Stored:
         insort(self.pieces, (start, piece), key=lambda item: (item[0], item[1].shape))  # an empty one first
 
     def is_whole(self) -> bool:
-        """Return whether each index is in one piece, and in one only."""
+        """Return whether each index is in exactly one piece."""
         end = 0
         for start, piece in self.pieces:
             if length := self._length(piece.shape):
@@ -112,17 +112,17 @@ class Stored:
 
 
 def open_parts(folder: Path, names: Collection[str], world: int) -> dict[str, Any]:
-    """Return the sections `SECTIONS` of a checkpoint, with a `Stored` in the place of each tensor.
+    """Return the sections `SECTIONS` of a checkpoint, with a `Stored` for each tensor.
 
-    The section `callbacks` is there only if ranks have parts of it.
+    The section `callbacks` is included only if ranks have parts of it.
 
     Args:
-        names: The files of the manifest; no other file is read.
+        names: The files in the manifest; no other file is read.
         world: The number of ranks that wrote the checkpoint.
 
     Raises:
-        Damaged: No run can have made a file. Or a rank's file is missing, or a file is of no rank. Or slices of a
-            tensor are missing, or in two files.
+        Damaged: A file has content that no run writes, a rank's file is missing, or a file belongs to no rank. Or
+            slices of a tensor are missing, or are in two files.
     """
     found: dict[str, Any] = {}
     files = [name for name in sorted(names) if is_part_section(name) and name.endswith(".json")]
@@ -146,7 +146,7 @@ def open_parts(folder: Path, names: Collection[str], world: int) -> dict[str, An
 
 
 def read_all(value: Any) -> Any:
-    """Return nested dicts and lists with the tensor itself in the place of each `Stored`."""
+    """Replace each `Stored` in nested dicts and lists with its tensor."""
     if isinstance(value, Stored):
         return value.read()
     if isinstance(value, dict):
@@ -155,7 +155,7 @@ def read_all(value: Any) -> Any:
 
 
 def _sections(path: Path, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the sections that a JSON file has, with the tensors that lie beside it."""
+    """Yield the sections of a JSON file, with the tensors in the safetensors file next to it."""
     content, known = read_json(path.parent, path.name, names), SECTIONS
     if path.name != STATE:
         content, known = content[path.stem], PART_SECTIONS
@@ -168,7 +168,7 @@ def _sections(path: Path, names: Collection[str]) -> Iterator[tuple[str, Any]]:
 
 
 class _File(Mapping[str, Piece]):
-    """The tensors of a safetensors file by name. The file is opened when the first is asked for."""
+    """The tensors of a safetensors file by name. The file is opened on first access."""
 
     def __init__(self, folder: Path, names: Collection[str], section: str) -> None:
         if not SECTION.fullmatch(section):
@@ -194,7 +194,7 @@ class _File(Mapping[str, Piece]):
 
 
 def _stored(value: Any) -> Any:
-    """Return nested dicts and lists with a `Stored` in the place of each tensor or part."""
+    """Replace each tensor or part in nested dicts and lists with a `Stored`."""
     if isinstance(value, dict):
         return {key: _stored(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, Piece):
@@ -209,7 +209,7 @@ def _stored(value: Any) -> Any:
 
 
 def _merged(one: Any, other: Any, name: str) -> Any:
-    """Merge what two files have of a section: their entries, and the slices of a tensor in both."""
+    """Merge a section from two files: their entries, and the slices of tensors that are in both."""
     if isinstance(one, dict) and isinstance(other, dict):
         both = {key: _merged(one[key], other[key], f"{name}/{key}") for key in one.keys() & other.keys()}
         return {**one, **other, **both}

@@ -1,6 +1,6 @@
-"""Loads weights alone, for `trainer.init_from`: a checkpoint, a safetensors or torch.save file, a Hugging Face folder.
+"""Loads only weights, for `trainer.init_from`: a checkpoint, a safetensors or torch.save file, a Hugging Face folder.
 
-No code that a file names is run: torch's files are read by its unpickler of tensors and plain values.
+No code named by a file is run, because torch's files are read by its unpickler for tensors and plain values.
 """
 
 import mmap
@@ -24,14 +24,14 @@ from trainer.log import log
 
 INDEX, BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 INDEX_BYTES = 64 << 20
-HEADER_BYTES, NAME_BYTES = 4 << 20, 1 << 10  # limit of a safetensors header: for metadata, and for each weight
+HEADER_BYTES, NAME_BYTES = 4 << 20, 1 << 10  # most bytes of a safetensors header, for metadata and for each weight
 ALLOCATION = re.compile(rb"c(__builtin__|builtins)\nbytearray\n")  # in a pickle: allocates any number of bytes
 FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 WRAPPINGS = ("state_dict", "model_state_dict", "model")  # names that programs give the model's part of a saved object
 
 
 def weights_files(source: str) -> list[Path]:
-    """Find the files that `trainer.init_from` means.
+    """Find the files that `trainer.init_from` refers to.
 
     Raises:
         ConfigError: There is no file, and no folder with one.
@@ -43,17 +43,17 @@ def weights_files(source: str) -> list[Path]:
         if (path / name).is_file():
             return _shards(path, name, key) if name in (INDEX, BIN_INDEX) else [path / name]
     if (path / MANIFEST).is_file():
-        return [path / MANIFEST]  # of a checkpoint whose ranks had parts of the weights
+        return [path / MANIFEST]  # a checkpoint whose ranks had parts of the weights
     raise ConfigError(
         f"{key}: no such checkpoint, .safetensors, .pt, .pth or .bin file, or Hugging Face folder; give one of these"
     )
 
 
 def refuse_astray_index(folder: Path, key: str) -> None:
-    """Refuse a Hugging Face folder whose index names files elsewhere: transformers would read them.
+    """Refuse a Hugging Face folder whose index names files elsewhere, because transformers would read them.
 
     Raises:
-        ConfigError: An index is none, or names what is no file of the folder.
+        ConfigError: An index is malformed, or names something other than a file in the folder.
     """
     for name in (INDEX, BIN_INDEX):
         if (folder / name).is_file():
@@ -61,7 +61,7 @@ def refuse_astray_index(folder: Path, key: str) -> None:
 
 
 def _shards(folder: Path, index: str, key: str) -> list[Path]:
-    """Return the files that an index names, in the order of their names."""
+    """Return the files that an index names, sorted by name."""
     try:
         names = sorted(set(strict_json(folder / index, INDEX_BYTES)["weight_map"].values()))
         if wrong := [name for name in names if not FILE.fullmatch(name)]:
@@ -77,7 +77,7 @@ def load_weights(module: nn.Module, source: str) -> None:
     """Load the weights at `trainer.init_from` into the model.
 
     Raises:
-        ConfigError: The weights can't be read, or are another model's.
+        ConfigError: The weights can't be read, or belong to another model.
     """
     key, files, own = f"trainer.init_from={source}", weights_files(source), list(module.state_dict())
     weights: dict[str, Tensor] = {}
@@ -108,13 +108,13 @@ def _read(file: Path, own: list[str]) -> dict[str, Tensor]:
         return unwrapped(torch.load(file, "cpu", weights_only=True), own)
     except Exception as error:  # the bytes may be anything
         text = " ".join(str(error).split())
-        code = re.search(r"GLOBAL (\S+)", text)  # torch's message has many sentences around this name
+        code = re.search(r"GLOBAL (\S+)", text)  # torch's message surrounds this name with many sentences
         why = f"asks for {code[1]}, which is not a weight" if code else text.partition(". ")[0] or type(error).__name__
         raise Damaged(f"{file}: {printable(why)}") from None
 
 
 def _refuse_other_kind(file: Path) -> None:
-    """Refuse a file whose first bytes are not of its suffix's format: torch and safetensors would not say so."""
+    """Refuse a file whose first bytes don't match its suffix, because torch and safetensors would not say so."""
     with file.open("rb") as content:
         start = content.read(16)
     torchs = start.startswith((b"PK", b"\x80"))  # a zip file, or a pickle as before torch 1.6
@@ -129,14 +129,14 @@ def _refuse_other_kind(file: Path) -> None:
 
 
 def _refuse_names(file: Path, most: int) -> None:
-    """Refuse a safetensors file with far more names than the model has: a million take a minute to load."""
+    """Refuse a safetensors file with far more names than the model has, since a million take a minute to load."""
     with file.open("rb") as content:
         if (size := int.from_bytes(content.read(8), "little")) > most:
             raise ValueError(f"its header has {size:,} bytes, and at most {most:,} fit this model")
 
 
 def _refuse_bomb(file: Path) -> None:
-    """Refuse a file of torch.save that takes far more memory than it has bytes."""
+    """Refuse a torch.save file that would take far more memory than its size."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -152,12 +152,12 @@ def _refuse_bomb(file: Path) -> None:
 
 
 def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
-    """Return the weights in a program's saved object, under the model's names, which are `own`.
+    """Return the weights in an object that some program saved, under the model's names `own`.
 
     Raises:
-        ValueError: The object has no weights, or also something else.
+        ValueError: The object has no weights, or contains something else as well.
     """
-    for _ in WRAPPINGS:  # at most so many levels: an object may contain itself
+    for _ in WRAPPINGS:  # limits the levels, because an object may contain itself
         inner = [w for w in WRAPPINGS if isinstance(found, Mapping) and isinstance(found.get(w), Mapping)]
         found = found[inner[0]] if inner else found
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
@@ -170,9 +170,9 @@ def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
 
 
 def find_prefix(names: list[str], own: set[str]) -> str:
-    """Find the prefix that a wrapper has given the names: DDP, torch.compile, an attribute of a LightningModule.
+    """Find the prefix that a wrapper has added to the names: DDP, torch.compile, an attribute of a LightningModule.
 
-    This is the prefix whose removal turns most of `names` into the model's `own`; empty if two prefixes are equal.
+    Its removal turns the most of `names` into the model's `own`; empty if two prefixes are equally good.
     """
     starts = (name[: len(name) - len(rest)] for name in names for rest in endings(name) if rest in own)
     first, second = (*Counter(starts).most_common(2), ("", 0), ("", 0))[:2]
@@ -186,17 +186,17 @@ def endings(name: str) -> list[str]:
 
 
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
-    """Put the weights into the model.
+    """Copy the weights into the model.
 
     Args:
         key: The setting that named them.
 
     Raises:
-        ConfigError: The weights are another model's. The model is as it was.
+        ConfigError: The weights belong to another model; this one is unchanged.
     """
     own = module.state_dict()
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    given = {id(p) for name, p in parameters.items() if name in weights}  # a tied parameter needs one of its names
+    given = {id(p) for name, p in parameters.items() if name in weights}  # a tied parameter needs only one of its names
     missing = [name for name in own if name not in weights and id(parameters.get(name)) not in given]
     unknown = [name for name in weights if name not in own]
     other = [
@@ -214,7 +214,7 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> N
 
 
 def form(value: Any) -> str:
-    """Describe the shape, and the dtype unless it is a float: floats are converted, other dtypes are not.
+    """Describe the shape, and the dtype unless it is a float, because only floats are converted.
 
     The text is empty for a module's extra state, which may be anything.
     """

@@ -1,4 +1,4 @@
-"""Points `best.pt` to the best checkpoint, deletes those that need not stay, sets aside an abandoned history."""
+"""Links `best.pt` to the best checkpoint, deletes superfluous ones, and sets aside an abandoned history."""
 
 import os
 from contextlib import suppress
@@ -14,14 +14,13 @@ from trainer.log import log
 
 
 def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
-    """Delete valid checkpoints but the newest `keep`, the best one, and those of steps that `every` divides.
+    """Delete valid checkpoints except the newest `keep`, the best one, and those at multiples of `every` steps.
 
-    A checkpoint that is not valid does not count; hashes are not checked here. At least two stay. A checkpoint in
-    whose folder somebody has put other files stays, too. `best` is `trainer.checkpoint.keep_best`, a metric in the
-    manifests.
+    Invalid checkpoints don't count; hashes are not checked here. At least two checkpoints stay, and so does any
+    whose folder contains somebody's other files. `best` is `trainer.checkpoint.keep_best`, a metric in the manifests.
 
     Raises:
-        OSError: The disk refuses. All that it allows is done.
+        OSError: The disk refuses. Everything that it allows is done.
     """
     assert keep >= 2
     manifests = _manifests(run_dir)
@@ -44,7 +43,7 @@ def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> Non
 
 
 def link_best(run_dir: Path, best: str | None) -> None:
-    """Point `best.pt` to the best checkpoint of this run. Without one, remove the link: it may be another run's.
+    """Link `best.pt` to the best checkpoint of this run. Without one, remove the link, which may be another run's.
 
     Raises:
         OSError: The disk refuses, or somebody's own file has this name.
@@ -68,7 +67,7 @@ def _manifests(run_dir: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _leader(metrics: dict[Path, Any], best: str | None) -> Path | None:
-    """Return the best checkpoint: the older one among equals, and never one without the metric."""
+    """Return the best checkpoint that has the metric; the oldest among equals."""
     name, sign = parse_best(best or "")
     values = {path: found.get(name) for path, found in metrics.items() if isinstance(found, dict)}
     scores = {path: sign * value for path, value in values.items() if isinstance(value, int | float)}
@@ -76,13 +75,13 @@ def _leader(metrics: dict[Path, Any], best: str | None) -> Path | None:
 
 
 def parse_best(best: str) -> tuple[str, int]:
-    """Parse `trainer.checkpoint.keep_best` into a metric and its sign: smaller is better, "max NAME" excepted."""
+    """Parse `trainer.checkpoint.keep_best` into a metric and its sign: smaller is better, except with "max NAME"."""
     name = best.removeprefix("max ")
     return name, 1 if name == best else -1
 
 
 def set_aside(run_dir: Path, after_step: int, best: str | None = None) -> list[str]:
-    """Rename the checkpoints above `after_step`, and return their new names: the run goes on from `after_step`.
+    """Rename the checkpoints above `after_step`, from which the run resumes, and return their new names.
 
     `last.pt` and `best.pt` then point to checkpoints that stay.
     """

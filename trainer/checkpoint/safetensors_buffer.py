@@ -1,4 +1,4 @@
-"""Lays tensors out as the bytes of a safetensors file, in memory that the next checkpoint uses again."""
+"""Lays out tensors as the bytes of a safetensors file, in memory that the next checkpoint reuses."""
 
 import json
 import weakref
@@ -20,11 +20,11 @@ DTYPES = {
 class SafetensorsBuffer:
     """The bytes of a safetensors file, on the host, with a view for each tensor. A copy into a view changes the bytes.
 
-    The writer of the safetensors package needs a copy first, and holds the interpreter's lock while it writes. Tensors
-    are sorted by the size of an element, largest first, so that each is aligned, as readers expect.
+    The safetensors package's own writer needs another copy, and holds the interpreter's lock while it writes. Tensors
+    are sorted by element size, largest first, so that each is aligned, as readers expect.
 
     Args:
-        touched: The system allocates the memory now, and not with the first copy. On a GPU it always does.
+        touched: Make the system allocate the memory now instead of at the first copy. With a GPU it always does.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], touched: bool = False) -> None:
@@ -43,7 +43,7 @@ class SafetensorsBuffer:
         first = len(text).to_bytes(8, "little") + text
         self.bytes = torch.empty(len(first) + end, dtype=torch.uint8)
         cuda = any(tensor.is_cuda for tensor in tensors.values())
-        if touched or cuda:  # a page is allocated as it is written to; if CUDA does this, it keeps the training waiting
+        if touched or cuda:  # writing to a page allocates it; if CUDA did this, training would wait
             self.bytes.zero_()
         if cuda:
             pin(self.bytes)
@@ -55,7 +55,7 @@ class SafetensorsBuffer:
             self.views[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors of the same names, shapes and dtypes. On a GPU, only enqueue the copy in the current stream."""
+        """Copy tensors of the same names, shapes and dtypes. On a GPU this only enqueues the copy."""
         if tensors:
             torch._foreach_copy_([self.views[name] for name in tensors], list(tensors.values()), non_blocking=True)
 
@@ -65,12 +65,12 @@ class SafetensorsBuffer:
 
 
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
-    """Return the dtype, shape and device of each tensor: tensors of equal layouts fit the same buffer."""
+    """Return the dtype, shape and device type of each tensor. Tensors with equal layouts fit the same buffer."""
     return {name: (tensor.dtype, tensor.shape, tensor.is_cuda) for name, tensor in tensors.items()}
 
 
 def pin(memory: Tensor) -> None:
-    """Lock the pages of `memory`, for asynchronous copies. torch's own pinned memory rounds up to a power of two."""
+    """Pin `memory` for asynchronous copies. Torch's own pinned memory would round its size up to a power of two."""
     cuda: Any = torch.cuda.cudart()
     start = memory.data_ptr()
     torch.cuda.check_error(cuda.cudaHostRegister(start, memory.numel(), 0))

@@ -1,4 +1,4 @@
-"""Writes checkpoints during training: the state is copied at a step's end, and a thread hashes and writes the copy."""
+"""Writes checkpoints during training: copies the state at the end of a step; a thread hashes and writes the copy."""
 
 import errno
 import os
@@ -28,22 +28,22 @@ from trainer.process.heartbeat import Heartbeat
 class State(NamedTuple):
     """A rank's part of a checkpoint: sections of tensors and plain values."""
 
-    common: dict[str, Any]  # rank 0's, for all; empty on the others
-    own: dict[str, Any]  # of this rank alone
-    manifest: dict[str, Any]  # JSON; rank 0's
-    parts: dict[str, Any] = {}  # this rank's of `parts.SECTIONS`; empty on all ranks or on none
+    common: dict[str, Any]  # shared by all ranks, on rank 0; empty on the others
+    own: dict[str, Any]  # this rank's own
+    manifest: dict[str, Any]  # JSON, from rank 0
+    parts: dict[str, Any] = {}  # this rank's parts of `parts.SECTIONS`; empty on all ranks or on none
 
 
 class Saver:
     """Writes one checkpoint at a time. Rank 0 writes the common state, and each rank writes its own.
 
-    A failed write is logged, and training goes on until `max_failures` writes in a row have failed. A process that
-    ends waits for the thread: the interpreter joins the threads of an executor.
+    A failed write is logged, and training continues until `max_failures` writes in a row have failed. A process that
+    exits waits for the thread, because the interpreter joins the threads of an executor.
 
     Args:
         folder: The folder of the run's checkpoints.
-        claim: Rank 0's right to write the folder; None on other ranks.
-        shared: Ranks may have states of their own.
+        claim: Rank 0's right to write to the folder; None on other ranks.
+        shared: Ranks may have their own states.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Saver:
         """Prepare to write checkpoints into the folder.
 
         Raises:
-            ConfigError: Ranks have states of their own, and don't see the same folder.
+            ConfigError: Ranks have their own states, but don't see the same folder.
         """
         self.folder, self.options, self.ranks, self.heartbeat, self.claim = folder, options, ranks, heartbeat, claim
         self.attempt = claim.attempt if claim else Attempt(0, "")
@@ -68,22 +68,22 @@ class Saver:
         self.writing: Future[Path | Entries | OSError] | None = None
         self.staging = False  # ranks stage their files; rank 0 commits when all ranks have staged
         self.polling: Callable[[], tuple[int, ...]] | None = None  # returns the number of ranks that have staged
-        self.reserving: Future[None] | None = None  # done when there is memory for the first copy
+        self.reserving: Future[None] | None = None  # done once memory for the first copy is allocated
         self.requested = -1  # the last step for which a checkpoint was requested
         self.step = -1  # the step of the checkpoint that was begun last
-        self.manifest: dict[str, Any] = {}  # of that checkpoint
+        self.manifest: dict[str, Any] = {}  # that checkpoint's manifest
         self.newest: Path | None = None  # the newest checkpoint that this process has written
         self.failed: set[int] = set()  # steps whose checkpoint failed
-        self.error: OSError | None = None  # of the last finished write; None if it succeeded
-        self.failures = 0  # in a row
+        self.error: OSError | None = None  # the error of the last finished write; None if it succeeded
+        self.failures = 0  # consecutive failed writes
         self.closing = False
         self.on_settled: Callable[[dict[str, Any]], Any] = lambda facts: None  # called on rank 0 after each write
-        self.began_at, self.stall_s, self.written_at = 0.0, 0.0, 0.0  # of the checkpoint that was begun last
+        self.began_at, self.stall_s, self.written_at = 0.0, 0.0, 0.0  # times of the checkpoint that was begun last
         if self.shares:
             self._refuse_other_disks()
 
     def reserve(self, common: dict[str, Any], parts: dict[str, Any]) -> None:
-        """Allocate memory for such a `State` in the thread, unless a checkpoint was requested already."""
+        """Allocate memory for such a `State` in the thread, unless a checkpoint has already been requested."""
         if self.requested < 0 and (common or parts):
             self.reserving = self.thread.submit(self._reserve, common, parts)
 
@@ -96,12 +96,12 @@ class Saver:
         stopped: bool = False,
         saved: bool = False,
     ) -> None:
-        """Write a checkpoint of this step, unless one was requested; wait for the last. A collective.
+        """Write a checkpoint of this step unless one was requested; if it is the `last`, wait for it. A collective.
 
         Args:
-            must: Don't skip this checkpoint while another one is written.
-            stopped: The last checkpoint may fail if there is an older one: somebody will start the run again.
-            saved: There is an equal checkpoint of this step.
+            must: Don't skip this checkpoint while another one is being written.
+            stopped: The last checkpoint may fail if there is an older one, because the run will be restarted.
+            saved: An equal checkpoint of this step exists already.
 
         Raises:
             ConfigError: The last checkpoint can't be written.
@@ -117,10 +117,10 @@ class Saver:
             self._refuse_lost(step, stopped)
 
     def check(self, ends: bool = False) -> None:
-        """Take the result of a checkpoint, at a step's end. A collective while ranks write files of their own.
+        """Process the result of a checkpoint at the end of a step. A collective while ranks write their own files.
 
         Raises:
-            ConfigError: Too many checkpoints in a row have failed. If the run `ends`, its last checkpoint decides.
+            ConfigError: Too many checkpoints in a row have failed. If the run `ends`, only its last checkpoint counts.
         """
         if self.staging:
             self._poll()
@@ -130,7 +130,7 @@ class Saver:
             raise self._refusal(f"{self.failures} checkpoints in a row failed")
 
     def close(self) -> None:
-        """Wait for the checkpoint that is being written, and let others write the run. Discard files being staged."""
+        """Wait for the checkpoint that is being written, and release the run. Discard files that are being staged."""
         self.closing = True
         if not self.staging:
             self._moved()
@@ -144,9 +144,9 @@ class Saver:
             self.claim.close()
 
     def _moved(self) -> None:
-        """Beat after each piece that is written while the process ends, so that a slow disk is not taken for a hang.
+        """Write a heartbeat after each piece while the process ends, so that a slow disk does not look like a hang.
 
-        Before the end, only steps beat.
+        Before the end, only steps write heartbeats.
         """
         if self.closing and self.staging:
             raise OSError(errno.ECANCELED, "the run ended before all ranks had written their files")
@@ -163,7 +163,7 @@ class Saver:
             )
 
     def _is_free(self, step: int) -> bool:
-        """Return whether a checkpoint can be begun now, or should wait for the one being written."""
+        """Return whether to begin a checkpoint; with `when_busy=skip`, false while another one is being written."""
         writing = self.writing is not None and (self.staging or not self.writing.done())
         if writing and self.options.when_busy == "skip":
             text = "checkpoint of step %d is skipped: the checkpoint of step %d is still being written"
@@ -172,7 +172,7 @@ class Saver:
         return True
 
     def _finish_writing(self, waits: bool, warns: bool) -> bool:
-        """Return whether rank 0 `waits`. If so, all ranks wait until nothing is being written. A collective.
+        """Return rank 0's `waits`. If it is true, all ranks wait until nothing is being written. A collective.
 
         The ranks exchange their states every quarter of the timeout, so that no collective times out.
         """
@@ -223,7 +223,7 @@ class Saver:
             self.polling = self.ranks.agree((int(self.writing.done()),))
 
     def _gather_staged(self) -> None:
-        """Gather on rank 0 the entries of all staged files, or the errors. A collective."""
+        """Gather the entries of all staged files, or the errors, on rank 0. A collective."""
         assert self.writing is not None
         staged = self.writing.result()  # raises any error but an OSError: a bug
         self.staging, self.writing = False, None
@@ -233,7 +233,7 @@ class Saver:
 
     @during(Phase.CHECKPOINT)
     def _settle(self) -> None:
-        """Take the result of the checkpoint that was being written."""
+        """Process the result of the checkpoint that was being written."""
         assert self.writing is not None
         written = self.writing.result()  # raises any error but an OSError: a bug
         self.writing = None
@@ -275,7 +275,7 @@ class Saver:
         try:
             written = committed()
         except OSError as error:
-            log.error("checkpoint of step %d failed, training goes on: %s", step, error)
+            log.error("checkpoint of step %d failed, training continues: %s", step, error)
             return error
         assert self.claim
         self.written_at, self.bytes = time.monotonic(), size_of(written)
@@ -292,7 +292,7 @@ class Saver:
         return written
 
     def _refuse_lost(self, step: int, stopped: bool) -> None:
-        """Refuse, on all ranks, to end without the last checkpoint. A collective: rank 0 alone knows of a failure.
+        """Raise on all ranks if the last checkpoint is missing. A collective, because only rank 0 knows of a failure.
 
         Raises:
             ConfigError: The last checkpoint failed, and no signal `stopped` a run that has an older one.
@@ -315,14 +315,14 @@ class Saver:
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
-            f"trainer.checkpoint.dir={self.options.dir}: {what}: {self.error}; fix the cause, then go on from the "
-            f"checkpoint before by trainer.resume={self.folder}"
+            f"trainer.checkpoint.dir={self.options.dir}: {what}: {self.error}; fix the cause, then resume from "
+            f"the previous checkpoint with trainer.resume={self.folder}"
         )
 
 
 @contextmanager
 def _warned(what: str) -> Iterator[None]:
-    """Log an OSError as a warning."""
+    """Log an OSError of the block as a warning."""
     try:
         yield
     except OSError as error:
@@ -330,7 +330,7 @@ def _warned(what: str) -> Iterator[None]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of the files in a folder. Files that vanish meanwhile do not count."""
+    """Return the total bytes of the files in a folder. Files that vanish meanwhile don't count."""
     total = 0
     for file in folder.iterdir():
         with suppress(OSError):
@@ -339,6 +339,6 @@ def size_of(folder: Path) -> int:
 
 
 def _lower_priority() -> None:
-    """Leave the processor to other threads, but for a tenth of it."""
+    """Lower this thread's priority, so that other threads get nine tenths of the processor."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,4 +1,4 @@
-"""Stores a state, nested dicts of tensors and plain values, as safetensors and strict JSON: bit for bit, no pickle."""
+"""Stores nested dicts of tensors and plain values as safetensors and strict JSON: bit-exact, and without pickle."""
 
 import json
 import math
@@ -29,9 +29,9 @@ class Part:
     """The slice of a tensor that one rank has.
 
     Args:
-        tensor: As long as the whole one, except along `dimension`; or a tensor without dimensions.
-        shape: The whole tensor's.
-        start: The first index of the slice along `dimension`, counted in the whole tensor.
+        tensor: The slice, with the whole tensor's sizes except along `dimension`; or a tensor without dimensions.
+        shape: The shape of the whole tensor.
+        start: The slice's first index along `dimension` in the whole tensor.
     """
 
     tensor: Any
@@ -47,22 +47,22 @@ class Part:
 def load_state(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
 ) -> dict[str, Any]:
-    """Read the sections that are `wanted`, as `load_sections` yields them."""
+    """Read the `wanted` sections, as `load_sections` yields them."""
     return dict(load_sections(folder, names, wanted))
 
 
 def load_sections(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the sections that are `wanted`, on the CPU. Each is read when it is asked for.
+    """Yield the `wanted` sections on the CPU, reading each only when it is requested.
 
-    Tensors stored once come back as one tensor, any kind of dict as a dict.
+    Tensors that were stored once come back as one tensor, and any kind of dict as a dict.
 
     Args:
-        names: The files of the manifest; no other file is read.
+        names: The files in the manifest; no other file is read.
 
     Raises:
-        Damaged: No `Snapshot` can have made a file.
+        Damaged: A file has content that no `Snapshot` writes.
     """
     path = folder / STATE
     try:
@@ -82,7 +82,7 @@ def load_sections(
 
 
 def rank_section(rank: int) -> str:
-    """Return the name of the section that a rank has alone."""
+    """Return the name of a rank's own section."""
     return f"rank-{rank:05d}"
 
 
@@ -96,17 +96,17 @@ ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the live state of each parameter that `optimizer` trains, by its name in `module`, without settings.
 
-    Numbers of its group, or of the optimizer, that steps change are in the state of each parameter.
+    Numbers of its group or of the optimizer that change with steps are included in each parameter's state.
     """
     trained = _trained(optimizer, module)
     return {name: {**optimizer.state.get(p, {}), **kept_of(optimizer, own)} for name, (p, own) in trained.items()}
 
 
 def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put a copy of `optimizer_state` back, in its own dtypes; torch would cast to the parameter's.
+    """Restore a copy of `optimizer_state` in its own dtypes, whereas torch would cast to the parameter's.
 
     Raises:
-        ConfigError: The names are not those of the parameters that `optimizer` trains, or a state's shape is another.
+        ConfigError: The names differ from those of the parameters that `optimizer` trains, or a state's shape differs.
     """
     trained = _trained(optimizer, module)
     both = {"missing": trained.keys() - state.keys(), "unknown": state.keys() - trained.keys()}
@@ -136,7 +136,7 @@ class Pack:
         self.names: dict[tuple[Any, ...], str] = {}  # by their memory
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
-        """Return `value` as JSON. An object with one key that begins with $ stands for a value that JSON lacks."""
+        """Encode `value` as JSON. An object with one key that begins with $ represents a value that JSON lacks."""
         if isinstance(value, Tensor):
             return {"$tensor": self.add(value, path)}
         if isinstance(value, Part):
@@ -177,7 +177,7 @@ class Pack:
 
 
 def read_json(folder: Path, name: str, names: Collection[str]) -> Any:
-    """Read a JSON file of the checkpoint that is among `names`."""
+    """Read a JSON file of the checkpoint, which must be in `names`."""
     if name not in names:
         raise ValueError("its manifest does not name it")
     with opened(folder, name) as file:
@@ -190,12 +190,12 @@ def _read_tensors(folder: Path, names: Collection[str], section: str) -> dict[st
     if (name := f"{section}.safetensors") not in names:
         return {}
     with opened(folder, name) as file:
-        # Copied, because safetensors maps the file, which may be cut.
+        # Copied because safetensors maps the file, which may be truncated.
         return {name: tensor.clone() for name, tensor in load_file(file).items()}
 
 
 def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the value that `Pack.encode` was given, with `tensors[name]` in the place of each tensor."""
+    """Invert `Pack.encode`, with `tensors[name]` for each tensor."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -219,10 +219,10 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _part(tensor: Any, shape: list[Any], dimension: Any, start: Any, stop: Any) -> Part:
-    """Return a part as a file has it.
+    """Make a part from its description in a file.
 
     Raises:
-        ValueError: It has no place in a tensor of this shape.
+        ValueError: It does not fit into a tensor of this shape.
     """
     part = Part(tensor, tuple(shape), start, dimension)
     numbers = all(type(number) is int for number in (*shape, dimension, start, stop))
@@ -235,7 +235,7 @@ def strict_json(path: Path, most: int) -> Any:
     """Parse JSON strictly.
 
     Raises:
-        ValueError: The file has more than `most` bytes, NaN or a key twice, or is not JSON.
+        ValueError: The file has more than `most` bytes, NaN or a duplicate key, or is not JSON.
     """
     with path.open("rb") as file:
         content = file.read(most + 1)
@@ -256,7 +256,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
-    """Return each parameter of the optimizer with its group, by its name.
+    """Return each parameter of the optimizer, with its group, by name.
 
     Raises:
         ConfigError: User code has replaced parameters during the run.
@@ -274,11 +274,11 @@ def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Para
 
 
 def _place(value: Any, key: str, parameter: nn.Parameter, on_device: bool) -> Any:
-    """Copy `value` to where the optimizer expects it: with the parameter and laid out like it.
+    """Copy `value` to the device on which the optimizer expects it, in the parameter's memory format.
 
     Args:
-        on_device: Scalars are there too, as ASGD's, and those of an optimizer that is fused or capturable. Others have
-            "step" on the host, and NAdam its mu_product.
+        on_device: Scalars are on the device too, as in ASGD or in a fused or capturable optimizer. Others keep "step"
+            on the host, and so does NAdam its mu_product.
     """
     if isinstance(value, dict):
         return {k: _place(v, k, parameter, on_device) for k, v in value.items()}

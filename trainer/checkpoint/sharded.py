@@ -1,4 +1,4 @@
-"""The slices that a rank saves of sharded tensors, and reads of stored ones."""
+"""Selects the slices of sharded tensors that a rank saves, and reads its slices of stored tensors."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from trainer.comm.slices import is_sharded, local, own_slice
 
 
 def parts_of(state: dict[str, Any], rank: int, path: str = "") -> dict[str, Any]:
-    """Return what this rank saves of a state, nested dicts of tensors and plain values, that all ranks have.
+    """Return this rank's share of a state, nested dicts of tensors and plain values, that all ranks have.
 
-    The ranks of the mesh with rank 0 save their slices of sharded tensors. If ranks have copies of a slice, the first
-    of them saves it. Rank 0 saves all else.
+    The ranks in the same mesh as rank 0 save their slices of sharded tensors. If several ranks have copies of a slice,
+    the first of them saves it. Rank 0 saves everything else.
 
     Raises:
-        ConfigError: A sharded tensor is not in slices along one dimension.
+        ConfigError: A sharded tensor is not sliced along a single dimension.
     """
     parts: dict[str, Any] = {}
     for key, value in state.items():
@@ -24,7 +24,7 @@ def parts_of(state: dict[str, Any], rank: int, path: str = "") -> dict[str, Any]
         if isinstance(value, dict):
             parts[key] = parts_of(value, rank, name)
         elif is_sharded(value):
-            own = own_slice(value, name)  # on every rank, so that all refuse
+            own = own_slice(value, name)  # on every rank, so that all of them raise
             if has_first_copy(value):
                 tensor, copies = local(value.detach()), all(p.is_replicate() for p in value.placements)
                 parts[key] = tensor if copies else Part(tensor, tuple(value.shape), own.start, own.dimension)
@@ -34,7 +34,7 @@ def parts_of(state: dict[str, Any], rank: int, path: str = "") -> dict[str, Any]
 
 
 def has_first_copy(tensor: Any) -> bool:
-    """Return whether this rank is in the mesh with rank 0, and in its first place wherever ranks have copies."""
+    """Return whether this rank is in the same mesh as rank 0, and is the first of the ranks with its slice."""
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     if place is None or mesh.mesh.flatten()[0] != 0:
@@ -43,7 +43,7 @@ def has_first_copy(tensor: Any) -> bool:
 
 
 def read_like(like: Any, stored: Any, name: str = "") -> Any:
-    """Read stored tensors, of which `stored` may be a nested dict: this rank's slice of those that are like `like`."""
+    """Read stored tensors, or nested dicts of them: this rank's slice wherever `like` has a sharded tensor."""
     if isinstance(stored, dict):
         return {key: read_like(like, value, name) for key, value in stored.items()}
     if not (is_sharded(like) and isinstance(stored, Stored) and stored.shape == tuple(like.shape)):

@@ -11,14 +11,14 @@ from trainer.checkpoint.serialize import SECTION, STATE, Pack
 
 
 class Snapshot:
-    """A copy of a state on the host, as the files of a checkpoint. The next copy uses the same memory."""
+    """A copy of a state on the host, as the files of a checkpoint. The next copy reuses the memory."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, SafetensorsBuffer] = {}
         self.copied: torch.Event | None = None
 
     def reserve(self, state: Mapping[str, Any]) -> None:
-        """Allocate memory for such a state: a first copy into new memory takes several times as long."""
+        """Allocate memory for such a state, because a first copy into new memory takes several times as long."""
         for section, value in state.items():
             packing = Pack()
             packing.encode(value, (section,))
@@ -28,12 +28,13 @@ class Snapshot:
     def take(self, state: Mapping[str, Any], file: str = STATE) -> dict[str, memoryview]:
         """Copy a state, and return its files, which are valid from `wait` until the next call.
 
-        SECTION.safetensors has the tensors of each section, and `file` has the rest. The name of a tensor is its path
-        in the section, joined with "/", so a module's state_dict keeps its own names. Tensors that share memory are
-        stored once, under the first name. Layout in memory is not kept.
+        SECTION.safetensors has the tensors of each section, and `file` has the rest. A tensor is named by its path in
+        the section, joined with "/", so that a module's state_dict keeps its names. Tensors that share memory are
+        stored once, under the first name. Their memory layout is not kept.
 
         Raises:
-            TypeError: A value is no tensor, str, bool, int, float, None, dict, list or tuple. The message has its path.
+            TypeError: A value is not a tensor, str, bool, int, float, None, dict, list or tuple. The message has its
+                path.
         """
         content: dict[str, Any] = {}
         buffers: dict[str, SafetensorsBuffer] = {}

@@ -1,4 +1,4 @@
-"""Binds the ranks of a node to CPU cores beside their GPUs."""
+"""Binds the ranks of a node to CPU cores near their GPUs."""
 
 import os
 import socket
@@ -21,9 +21,9 @@ def pci_address(device: torch.device) -> str:
 
 
 def bind_to_cores(ranks: Ranks, mode: str, sys: Path = SYS) -> None:
-    """Bind this process before data workers fork, if `mode` is auto. A collective.
+    """Bind this process, before data workers fork, if `mode` is auto. A collective.
 
-    torch's threads within an operation become as few as the cores, whatever OMP_NUM_THREADS says.
+    torch's number of intra-op threads is limited to the number of cores, whatever OMP_NUM_THREADS says.
     """
     if mode == "none" or (ranks.world == 1 and ranks.device.type == "cpu"):
         return
@@ -47,10 +47,10 @@ def bind_to_cores(ranks: Ranks, mode: str, sys: Path = SYS) -> None:
 def ranks_of_node(rows: Sequence[Sequence[Any]], rank: int) -> list[int]:
     """Return the ranks of this rank's node; empty if they are unknown.
 
-    Containers may have equal names of hosts. Then a node has ranks in a row, as its launcher counts them.
+    Containers may share a host name. In that case a node's ranks are consecutive, as its launcher numbers them.
 
     Args:
-        rows: Name of the host, local rank and local world of each rank, and more.
+        rows: Host name, local rank, local world size and further values of each rank.
     """
     named = [other for other, row in enumerate(rows) if row[0] == rows[rank][0]]
     if len(named) == rows[rank][2]:

@@ -16,11 +16,11 @@ class Piece(NamedTuple):
 
 
 class Bucket:
-    """The layout of a flat tensor: pieces of parameters, in order; mostly whole ones.
+    """The layout of a flat tensor: consecutive pieces of parameters, mostly whole parameters.
 
     Args:
-        step: The step whose gradients these are; `trainer.step` may have moved on.
-        kind: The kind of values; residuals of gradients and of weights are never mixed.
+        step: The step that the gradients belong to; `trainer.step` may be later.
+        kind: The kind of values, so that residuals of gradients and of weights are never mixed.
         whole: The pieces of the bucket that this one was cut from; other ranks have the rest.
     """
 
@@ -55,14 +55,14 @@ class Bucket:
         ]
 
     def take_gradients(self, flat: Tensor) -> None:
-        """Fill `flat` with the gradients of whole parameters, zero for one that has none, and free them."""
+        """Move the gradients of whole parameters into `flat`, with zeros for a parameter that has none."""
         params = [p for p, _, _ in self.pieces]
         torch._foreach_copy_(self.gradients(flat), [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
         for p in params:
             p.grad = None
 
     def cut(self, start: int, stop: int) -> "Bucket":
-        """Return the layout of elements `start` to `stop`; fewer if `stop` is past the end."""
+        """Return the layout of elements `start` to `stop`, or to the end if `stop` is past it."""
         pieces, offset = [], 0
         for p, first, last in self.pieces:
             low, high = max(first, first + start - offset), min(last, first + stop - offset)
@@ -78,5 +78,5 @@ def dense(p: Tensor) -> bool:
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """Copy the tensors one after another into a flat tensor."""
+    """Concatenate the tensors into a flat copy."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

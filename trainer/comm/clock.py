@@ -1,4 +1,4 @@
-"""Starts the clock of the phases: of the host's time, or of a device's."""
+"""Starts the clock that splits time among phases: the host's time or a device's."""
 
 import time
 from collections import deque
@@ -12,20 +12,20 @@ import torch
 from trainer.comm.phases import Clock, Lap, Phase, during, running
 from trainer.comm.watch import listen
 
-MARKS = 1000  # CUDA events that wait to be read at most, unless the device is that far behind
+MARKS = 1000  # unread CUDA events at most, unless the device is that far behind
 
 
 class DeviceClock(Clock):
-    """A clock of the device's time: CUDA events mark the stream of the training, and nothing waits for the device.
+    """A clock of device time: CUDA events mark the training stream, and nothing waits for the device.
 
-    While the device is behind, a phase that keeps the host busy takes no time of it.
+    While the device is behind the host, a phase that only keeps the host busy takes no device time.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device, self.stream = device, torch.cuda.current_stream(device)
         self.free: list[Any] = []  # events that have been read
-        self.marks: deque[tuple[Phase, Any, list[Lap]]] = deque()  # the phase that each event ends
+        self.marks: deque[tuple[Phase, Any, list[Lap]]] = deque()  # unread events, each with the phase that it ends
         self.last = self._event()
 
     def switch(self, phase: Phase, tell: bool = True) -> None:
@@ -37,11 +37,11 @@ class DeviceClock(Clock):
             self.listener.switch(phase)
 
     def enters(self, phase: Phase) -> bool:
-        """Return whether a call of this phase counts. A wait of another stream keeps nobody waiting."""
+        """Return whether a call of this phase counts. A wait on another stream does not delay training."""
         return super().enters(phase) and torch.cuda.current_stream(self.device) == self.stream
 
     def lap(self) -> Lap:
-        """Return this moment. If all marks have been read, return that of the last one, which is no later event."""
+        """Return a lap that ends now. It is complete at once, without a new event, if all events have been read."""
         lap = Lap()
         if self.marks:
             self.switch(self.phase, tell=False)
@@ -66,11 +66,11 @@ class DeviceClock(Clock):
 
 
 def start(device: torch.device, undo: ExitStack, now: Callable[[], float] = time.perf_counter) -> Clock:
-    """Return the clock of this thread, which runs from now on. Each call of `start` needs one of `stop`.
+    """Start this thread's clock, and return it. Each call of `start` needs a call of `stop`.
 
     Args:
-        undo: Ends the clock's watch of torch's collectives.
-        now: Seconds, on a CPU, if no clock runs yet.
+        undo: Stops watching torch's collectives when it closes.
+        now: Returns seconds; used on a CPU, if no clock is running yet.
     """
     clock = running.clock
     if clock is None or clock.thread != get_ident():
@@ -87,9 +87,9 @@ def stop(clock: Clock) -> None:
 
 
 def count_waits(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of torch that waits for other ranks count as communication.
+    """Wrap a torch function that waits for other ranks, so that it counts as communication.
 
-    A collective that is not asynchronous waits by `Work.wait` over gloo, and by itself over NCCL. The waits of C++ are
-    not seen: DDP's at the end of a backward pass is one of them.
+    A synchronous collective waits in `Work.wait` over gloo, and in the call itself over NCCL. Waits inside C++ are not
+    seen, for example DDP's at the end of a backward pass.
     """
     return function if name == "isend" else during(Phase.COMMUNICATION)(function)

@@ -1,4 +1,4 @@
-"""Picks the device and the backend of this process."""
+"""Chooses the device and the backend of this process."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ def pick_device(accelerator: str, place: Place) -> torch.device:
     count = count_gpus(accelerator)
     if not count:
         return torch.device("cpu")
-    # srun --gpus-per-task=1 shows each task its own device alone.
+    # With srun --gpus-per-task=1 each task sees only its own device.
     local_rank = 0 if place.launcher == "srun" and count == 1 else place.local_rank
     if local_rank >= count:
         raise ConfigError(
@@ -43,11 +43,11 @@ def pick_backend(backend: str, device: torch.device) -> str:
 
 
 def has_failed(device: torch.device) -> bool:
-    """Return whether an error, such as a failed assertion of a kernel, keeps the device from any further work."""
+    """Return whether an error, such as a failed assertion in a kernel, has left the device unusable."""
     if device.type != "cuda":
         return False
     try:
-        torch.cuda.current_stream(device).query()  # waits for nothing
+        torch.cuda.current_stream(device).query()  # does not block
     except RuntimeError:
         return True
     return False

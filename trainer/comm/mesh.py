@@ -10,29 +10,29 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.comm.ranks import Ranks
 
-NUMBERS = count()  # DTensor's caches mix up equal meshes, and those of an earlier run have groups that have ended
+NUMBERS = count()  # makes meshes unequal: DTensor's caches would reuse an earlier run's mesh, whose groups have ended
 
 
 class Mesh:
     """The ranks as a grid. Ranks along the last dimension are neighbours. Making a mesh is a collective.
 
     Attributes:
-        sizes: Ranks along each dimension.
-        place: This rank's index along each.
-        line: The ranks of this rank's line along each, in order.
-        groups: The process group of each of these lines. Groups are made in the order of the dimensions.
-        host: All ranks, for what is on the host.
+        sizes: Number of ranks along each dimension.
+        place: This rank's index along each dimension.
+        line: The ranks of this rank's line along each dimension, in order.
+        groups: The process group of each of these lines, created in the order of the dimensions.
+        host: The group of all ranks for tensors on the host.
     """
 
     def __init__(self, ranks: Ranks, **sizes: int) -> None:
-        """Make the groups.
+        """Create the groups.
 
         Args:
-            sizes: Ranks along each dimension, by its name. Their product is the number of ranks.
+            sizes: Ranks along each named dimension. Their product is the number of ranks.
         """
         assert prod(sizes.values()) == ranks.world, sizes
         if ranks.device.type == "cuda":
-            torch.cuda.init()  # else torch would choose the device, by LOCAL_RANK
+            torch.cuda.init()  # otherwise torch would choose the device by LOCAL_RANK
         self.grid, self.sizes, self.host = torch.arange(ranks.world).view(*sizes.values()), sizes, ranks.host
         self.devices = init_device_mesh(
             ranks.device.type,
@@ -55,12 +55,12 @@ class Mesh:
 
 
 def line_of(group: dist.ProcessGroup, device: torch.device, name: str) -> DeviceMesh:
-    """Return the ranks of a group as a mesh of one dimension. It makes no group."""
+    """Return a one-dimensional mesh over an existing group."""
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=(unique(name),))
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Drop the references to groups that are about to end. DTensor's caches keep meshes until the process ends."""
+    """Drop references to groups that are about to end, because DTensor's caches keep meshes alive."""
     getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {}).clear()
 
 
@@ -69,7 +69,7 @@ def unique(name: str) -> str:
 
 
 def limited(ranks: Ranks) -> Backend.Options:
-    """Return options of a group that have the time limit of the others; torch's own default is another."""
+    """Return group options with the run's timeout instead of torch's default."""
     nccl = ranks.backend == "nccl"
     options: Backend.Options = dist.ProcessGroupNCCL.Options() if nccl else Backend.Options(ranks.backend)
     options._timeout = ranks.timeout

@@ -1,4 +1,4 @@
-"""Turns NCCL's settings, the key `nccl`, into the environment variables that NCCL reads. Imports no torch."""
+"""Turns the config section `nccl` into the environment variables that NCCL reads. Imports no torch."""
 
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -54,7 +54,7 @@ class NCCLOptions:
     algo: str | list[str] | None = None
     proto: str | list[str] | None = None
     buffer_mib: Annotated[float, AtLeast(2**-10)] | None = None  # between two GPUs; NCCL has 4
-    min_channels: Annotated[PositiveInt, AtMost(64)] | None = None  # a channel takes one thread block of a GPU
+    min_channels: Annotated[PositiveInt, AtMost(64)] | None = None  # each channel occupies one thread block of the GPU
     max_channels: Annotated[PositiveInt, AtMost(64)] | None = None
     debug: str | None = None
 
@@ -84,7 +84,7 @@ class NCCLOptions:
             raise ConfigError("nccl.ib_disable=true: nccl.net=IB needs InfiniBand; set one of them to null")
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of the keys that are set."""
+        """Return the environment variables for the keys that are set."""
         values = {name: getattr(self, name) for name in VARIABLES}
         if self.buffer_mib is not None:
             values["buffer_mib"] = int(self.buffer_mib * 2**20)
@@ -103,14 +103,14 @@ def refuse_unknown(setting: str, name: str, names: tuple[str, ...]) -> None:
 
 
 def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
-    """Refuse all but NAMES, or FUNCTION:NAMES;FUNCTION:NAMES;... NAMES may begin with ^, for all but those."""
+    """Refuse any text but NAMES, or FUNCTION:NAMES;FUNCTION:NAMES;... NAMES may begin with ^, for all except those."""
     for part in text.split(";"):
         function, colon, listed = part.rpartition(":")
         if colon:
             refuse_unknown(f"nccl.{key}={text}", function, FUNCTIONS)
         for name in listed.removeprefix("^").split(","):
             refuse_unknown(f"nccl.{key}={text}", name, names)
-    # Since 2.24 NCCL does not fall back on Ring, and a broadcast has no other algorithm (NVIDIA/nccl issue 317).
+    # Since 2.24 NCCL does not fall back to Ring, the only algorithm for a broadcast (NVIDIA/nccl issue 317).
     if key == "algo" and not {":", ";"} & set(text) and text.startswith("^") == ("Ring" in text.strip("^").split(",")):
         raise ConfigError(
             f"nccl.algo={text}: DDP's broadcast needs Ring; add it, or limit this to nccl.algo=allreduce:{text}"
@@ -127,7 +127,7 @@ def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator
             Trainer(recipe, batch=64).fit()
 
     Raises:
-        ConfigError: `environ` has another value already.
+        ConfigError: `environ` already has another value.
     """
     variables = options.environment()
     for key, variable in VARIABLES.items():
@@ -146,13 +146,13 @@ def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator
 
 
 def interface(environ: Mapping[str, str]) -> str:
-    """Return NCCL_SOCKET_IFNAME if it is the name of an interface here; empty for prefixes, lists and exclusions."""
+    """Return NCCL_SOCKET_IFNAME if it names an interface of this host; empty for prefixes, lists and exclusions."""
     name = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     return name if name in {known for _, known in socket.if_nameindex()} else ""
 
 
 def in_words(options: NCCLOptions, backend: str, world: int, environ: Mapping[str, str]) -> str:
-    """Describe NCCL's variables, of the config and of the environment, in a line; empty without any."""
+    """Describe NCCL's variables, from the config and the environment, in one line; empty if there are none."""
     variables = options.environment()
     own = " ".join(f"{name}={value}" for name, value in variables.items())
     if backend != "nccl" or world == 1:

@@ -1,4 +1,4 @@
-"""The phases of a step: functions that mark them, and the clock that splits the time of this process among them."""
+"""The phases of a step: functions that mark them, and the clock that splits this process's time among them."""
 
 import time
 from collections.abc import Callable
@@ -22,15 +22,15 @@ class Phase(IntEnum):
     COMMUNICATION = 4  # the wait for other ranks
     OPTIMIZER = 5  # clipping and the optimizer's step
     CALLBACKS = 6  # callbacks, and the loop itself
-    CHECKPOINT = 7  # this phase and the next have their own waits: nothing interrupts them
+    CHECKPOINT = 7  # nothing interrupts this phase and the next, so their waits belong to them
     VALIDATION = 8
 
 
 class Lap:
-    """A moment.
+    """A point in time.
 
     Attributes:
-        seconds: Of each phase, from the start of the clock up to the moment; empty until the device has got there.
+        seconds: Total seconds of each phase since the start of the clock; empty until the device has reached the lap.
     """
 
     def __init__(self) -> None:
@@ -38,23 +38,23 @@ class Lap:
 
 
 class Listener(Protocol):
-    """Follows the phases of a clock. It is also told by the thread that a device has for its gradients."""
+    """Follows the phases of a clock. It is also called by the autograd thread of a device."""
 
     def switch(self, phase: Phase) -> None:
-        """Take that the phase before has ended, and that this one begins."""
+        """End the previous phase, and begin this one."""
 
     def enter(self, phase: Phase) -> None:
-        """Take that a call begins which is a phase. The phase before goes on after the call."""
+        """Enter a nested phase; the outer phase resumes when the call returns."""
 
     def leave(self) -> None:
-        """Take that the call has ended which began last."""
+        """Leave the innermost nested phase."""
 
 
 class Clock:
-    """Splits the time since its start among the phases: each moment is in one phase, so the parts add up.
+    """Splits the time since its start among the phases. Every moment belongs to one phase, so the parts add up.
 
     Args:
-        now: Seconds.
+        now: Returns seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -62,13 +62,13 @@ class Clock:
         self.seconds = [0.0] * len(Phase)
         self.users = 0
         self.listener: Listener | None = None
-        self.thread = self.backward_thread = get_ident()  # a device has a thread of its own for its gradients
+        self.thread = self.backward_thread = get_ident()  # a GPU's backward pass runs on autograd's own thread
 
     def switch(self, phase: Phase, tell: bool = True) -> None:
         """End the current phase and begin this one.
 
         Args:
-            tell: Tell the listener, too.
+            tell: Notify the listener as well.
         """
         now = self.now()
         self.seconds[self.phase] += now - self.since
@@ -77,16 +77,16 @@ class Clock:
             self.listener.switch(phase)
 
     def enters(self, phase: Phase) -> bool:
-        """Return whether a call of this phase counts: not in the phase, nor in one that nothing interrupts.
+        """Return whether a call of this phase counts: not inside itself, nor inside a phase that nothing interrupts.
 
-        Waits of other threads, such as those that reduce, keep nobody waiting.
+        Waits in other threads, such as those that reduce gradients, do not delay training.
         """
         if self.phase == phase or self.phase >= Phase.CHECKPOINT:
             return False
         return get_ident() in (self.thread, self.backward_thread)
 
     def end_backward(self, _: Tensor) -> None:
-        """Let the backward pass that has begun end with communication."""
+        """Count the end of the current backward pass as communication."""
         self.backward_thread = get_ident()
         Variable._execution_engine.queue_callback(self._wait)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -100,11 +100,11 @@ class Clock:
         return lap
 
     def read(self) -> None:
-        """Take the times of laps that the device has got to."""
+        """Read the times of the laps that the device has reached."""
 
 
 class Running:
-    """The clock of this process, or of one of its threads if several train."""
+    """The clock of this process, or one clock per thread if several threads train."""
 
     __slots__ = ("clock",)
 
@@ -116,19 +116,22 @@ running = Running()
 
 
 def marker() -> Callable[[Phase], None] | None:
-    """Return the function that begins a phase; None if no clock runs in this thread."""
+    """Return the function that begins a phase; None if no clock is running in this thread."""
     clock = running.clock
     return clock.switch if clock is not None and clock.thread == get_ident() else None
 
 
 def switch(phase: Phase) -> None:
-    """Begin a phase, if a clock runs."""
+    """Begin a phase if a clock is running."""
     if mark := marker():
         mark(phase)
 
 
 def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function whose calls are a phase; then the phase before goes on. The first such call counts as a whole."""
+    """Decorate a function so that its calls count as a phase, after which the outer phase resumes.
+
+    Nested calls of the same phase count once.
+    """
 
     def decorate(call: Callable[P, R]) -> Callable[P, R]:
         @wraps(call, updated=())
@@ -153,10 +156,10 @@ def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def ends_with_wait(loss: Tensor) -> None:
-    """Count what follows the last gradient of the backward pass of `loss` as communication: the pass reduces gradients.
+    """Count the time after the last gradient of the backward pass of `loss` as communication.
 
-    The engine runs callbacks in the order in which they were queued. A strategy queues its wait once it has a gradient,
-    so a callback that the loss has queued runs before that wait.
+    The autograd engine runs callbacks in the order in which they were queued. A strategy queues its wait when the first
+    gradient is ready, so a callback that the loss queued earlier runs before that wait.
     """
     clock = running.clock
     if clock is not None and clock.thread == get_ident():

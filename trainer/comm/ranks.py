@@ -1,4 +1,4 @@
-"""Makes process groups, and runs small collectives between ranks."""
+"""Creates process groups, and runs small collectives between ranks."""
 
 import json
 import os
@@ -25,18 +25,18 @@ from trainer.errors import UNAVAILABLE, ConfigError, UnavailableError
 from trainer.process.environment import Place
 from trainer.timeouts import START_S, STILL
 
-LENGTH, BLOCK = 8, 1024  # bytes: of the length of a gathered value, and of the first collective of a gathering
-RING = 32  # up to so many ranks, gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
-COLLECTIVES = 2000  # so many of the last collectives are kept, for `Ranks.note_failure`
-GLOO = ("gloo/transport", "caused pair closure")  # parts of the text of every error of a gloo collective
-MET: dict[str, tuple[dist.Store, int]] = {}  # where ranks have met: the store, and how often
+LENGTH, BLOCK = 8, 1024  # bytes: the length prefix of a gathered value, and the first collective of a gather
+RING = 32  # most ranks for which gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
+COLLECTIVES = 2000  # number of recent collectives that are recorded for `Ranks.note_failure`
+GLOO = ("gloo/transport", "caused pair closure")  # every error of a gloo collective contains one of these
+MET: dict[str, tuple[dist.Store, int]] = {}  # meeting address -> the store, and how often ranks have met there
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's flight recorders: gloo and, with CUDA, NCCL
 
 
 class Ranks:
-    """This process among its peers. With one rank there are no groups, and every call returns at once.
+    """This process among its peers. With a single rank there are no groups, and every call returns at once.
 
-    Small collectives use a gloo group on the CPU, so a device never waits for them.
+    Small collectives use a gloo group on the CPU, so that a device never waits for them.
     """
 
     def __init__(self, place: Place, accelerator: str, backend: str, timeout_s: float) -> None:
@@ -58,38 +58,38 @@ class Ranks:
                 rank=self.rank,
                 world_size=self.world,
                 timeout=self.timeout,
-                # NCCL connects now, on this device. Without it torch 2.15 guesses one from the rank's number.
+                # NCCL connects now, on this device. Otherwise torch 2.15 would guess a device from the rank.
                 device_id=self.device if self.backend == "nccl" else None,
             )
         self.host = self.new_group("gloo")
         self.patient = self.new_group("gloo", timedelta(days=30))
         if self.world > RING:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
-        dist.barrier(self.host)  # a rank that raises from here on doesn't cut off one that still connects
+        dist.barrier(self.host)  # so that a rank that raises later doesn't cut off one that is still connecting
 
     def gpus_hidden(self) -> bool:
-        """Return whether srun shows each task its own GPU alone, though NCCL connects several on this node."""
+        """Return whether srun shows each task only its own GPU, although NCCL connects several on this node."""
         several = self.backend == "nccl" and self.place.launcher == "srun" and self.place.local_world > 1
         return several and count_gpus("cuda") == 1
 
     def new_group(self, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Make a group: every thread or stream that communicates owns one. A collective."""
+        """Create a group; each thread or stream that communicates needs its own. A collective."""
         group = dist.new_group(backend=backend or self.backend, timeout=timeout or self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def group_of(self, some: list[int]) -> Any:
-        """Make a group of some ranks; the others get torch's placeholder. A collective of all ranks."""
+        """Create a group of some ranks; the others get torch's placeholder. A collective of all ranks."""
         return dist.new_group(some, backend=self.backend, timeout=self.timeout)
 
     def set_timeout(self, seconds: float) -> None:
-        """Change the limit of later collectives in the groups that exist. `each` and `first` stay without one."""
+        """Change the timeout of later collectives in the existing groups. `each` and `first` keep having none."""
         for group in () if self.world == 1 else list(dist.distributed_c10d._world.pg_map):
             if group is not self.patient:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def new_groups(self, parts: list[list[int]]) -> dist.ProcessGroup:
-        """Make a group for each of the `parts` that the ranks fall into; return this rank's. A collective."""
+        """Create a group for each of the `parts`, which partition the ranks; return this rank's. A collective."""
         own, _ = dist.new_subgroups_by_enumeration(parts, timeout=self.timeout, backend=self.backend)
         assert isinstance(own, dist.ProcessGroup)
         return own
@@ -98,7 +98,7 @@ class Ranks:
         """Return how many ranks the launcher started on each node.
 
         Args:
-            callback: Name of the callback that asks, for errors.
+            callback: Name of the calling callback, for errors.
 
         Raises:
             ConfigError: The number differs between nodes, or ranks are not numbered node by node.
@@ -116,12 +116,11 @@ class Ranks:
     def agree(self, values: tuple[int, ...], limit_s: float | None = None) -> Callable[[], tuple[int, ...]]:
         """Start summing `values` over ranks, and return a function that waits for the sums.
 
-        The sum runs during the caller's work. Up to `RING` ranks, gloo's thread takes 2 (N - 1) hops, one after the
-        other. With more ranks, a thread of ours takes log2 N rounds. With 50 us a hop, 1,000 ranks take 0.6 ms instead
-        of 100 ms.
+        The sum runs while the caller works. Up to `RING` ranks, gloo's thread takes 2 (N - 1) sequential hops. With
+        more ranks, a thread of ours takes log2 N rounds. At 50 us per hop, 1,000 ranks take 0.6 ms instead of 100 ms.
 
         Args:
-            limit_s: Of the wait. After it has run out, the ranks can't go on together. None: that of the group.
+            limit_s: Timeout of the wait, after which the ranks can't continue together. None: the group's timeout.
         """
         if self.world == 1:
             return partial(tuple, values)
@@ -139,9 +138,10 @@ class Ranks:
         return sums
 
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Gather a JSON value of each rank, in the order of ranks, on all ranks.
+        """Gather a JSON value from each rank, in rank order, on all ranks.
 
-        The first `BLOCK` bytes hold the length, and most values whole. A second collective has what is longer.
+        The first collective sends `BLOCK` bytes: the length and, for most values, all of the value. A second one sends
+        the rest of longer values.
         """
         if self.world == 1:
             return [value]
@@ -155,7 +155,7 @@ class Ranks:
         return [json.loads(row[LENGTH : LENGTH + size].numpy().tobytes()) for row, size in zip(rows, sizes)]
 
     def each(self, value: Any) -> list[Any]:
-        """Gather like `gather`, but without a timeout: rank 0 may have a corpus to prepare."""
+        """Gather like `gather`, but without a timeout, because rank 0 may have to prepare a corpus first."""
         return self.gather(value, self.patient if self.world > 1 else None)
 
     def first(self, value: Any) -> Any:
@@ -163,9 +163,9 @@ class Ranks:
         return self.each(value if self.rank == 0 else None)[0]
 
     def note_failure(self, kind: type[BaseException] | None, logs: Path) -> None:
-        """Write the last collectives of this rank into the folder `logs` if one may have failed.
+        """Write this rank's last collectives into the folder `logs` if one of them may have failed.
 
-        torch's flight recorder keeps the collectives. If ranks have made different ones, the last of some rank differs.
+        They come from torch's flight recorder. If ranks diverged, their last collectives differ.
         """
         if self.world > 1 and kind and issubclass(kind, RuntimeError):
             with suppress(OSError, ValueError, KeyError):  # such an error would hide the failure
@@ -178,28 +178,28 @@ class Ranks:
                 (logs / f"collectives-rank{self.rank}.json").write_text(noted)
 
     def leave(self) -> None:
-        """Destroy the groups when all ranks are here. A collective.
+        """Destroy the groups once all ranks have arrived. A collective.
 
-        Else a launcher might kill rank 0, which may still write, as soon as another rank has ended.
+        Otherwise a launcher might kill rank 0, which may still be writing, as soon as another rank exits.
         """
         if self.world > 1 and dist.is_initialized():
             self.first(None)
         self.close()
 
     def close(self) -> None:
-        """Destroy the groups at once, so that peers that wait for this rank get an error."""
+        """Destroy the groups at once, so that peers waiting for this rank get an error."""
         if self.world > 1 and dist.is_initialized():
             keep_store(self.place)
             dist.destroy_process_group()
 
 
 def in_collective(error: BaseException) -> bool:
-    """Return whether a peer may have failed before."""
+    """Return whether the error comes from a collective, so that a peer may have failed first."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in GLOO)
 
 
 def refuse_alone(place: Place) -> None:
-    """Raise ConfigError if RANK is set without the address of a rendezvous, which any launcher would set, too."""
+    """Raise ConfigError if RANK is set without a rendezvous address, which any launcher would also set."""
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if absent and place.launcher == "torchrun":
         raise ConfigError(
@@ -216,7 +216,7 @@ def refuse_alone(place: Place) -> None:
 def meeting(place: Place, timeout_s: float) -> Iterator[None]:
     """Raise UnavailableError if the ranks of a launcher don't meet at its address.
 
-    Another program may listen there. torch waits for its answer without a limit, so the process is then ended.
+    If another program listens there, torch waits for an answer without a limit, so this process is killed instead.
     """
     limit_s = max(STILL * timeout_s, START_S)
     silent = threading.Timer(limit_s, end_unmet, (place, limit_s))
@@ -234,7 +234,7 @@ def meeting(place: Place, timeout_s: float) -> Iterator[None]:
 
 
 def unmet(place: Place, seconds: float, reason: str) -> str:
-    """Return the line about ranks that did not meet."""
+    """Return the message about ranks that did not meet."""
     address = " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
     taken = "another program has this port; give a free MASTER_PORT to all of them"
     way_out = taken if "EADDRINUSE" in reason else "start all of them, and let each reach this address"
@@ -243,7 +243,7 @@ def unmet(place: Place, seconds: float, reason: str) -> str:
 
 
 def end_unmet(place: Place, seconds: float) -> None:
-    """End this process, whose main thread waits for an answer that never comes."""
+    """End this process, whose main thread is waiting for an answer that never comes."""
     text = unmet(place, seconds, "no rank 0 answers; another program may listen there")
     os.write(2, f"echelon: {text}\n".encode())
     os._exit(UNAVAILABLE)
@@ -252,8 +252,8 @@ def end_unmet(place: Place, seconds: float) -> None:
 def meeting_place(place: Place) -> dist.Store | None:
     """Return the store in which the ranks meet; None: torch makes one from MASTER_ADDR and MASTER_PORT.
 
-    Ranks that meet again, as for a second Trainer, find the addresses of their ended groups in the old store. They meet
-    under another prefix of it, for a new server at the same port might not be up yet.
+    When ranks meet again, as for a second Trainer, the old store still has the addresses of their ended groups. So they
+    meet under another prefix in it, because a new server at the same port might not be up yet.
     """
     if (key := met_at(place)) in MET:
         store, times = MET[key]
@@ -262,13 +262,13 @@ def meeting_place(place: Place) -> dist.Store | None:
 
 
 def keep_store(place: Place) -> None:
-    """Keep the store of ranks that part, until the process ends."""
+    """Keep the ranks' store until the process ends, so that they can meet again."""
     store, times = MET.get(key := met_at(place), (dist.distributed_c10d._get_default_store(), 0))
     MET[key] = store, times + 1
 
 
 def met_at(place: Place) -> str:
-    """Return the key of the ranks' store in `MET`."""
+    """Return the key in `MET` of the ranks' store."""
     return place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -277,16 +277,16 @@ def padded(data: bytes, size: int) -> Tensor:
 
 
 def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, but: Container[str] = ()) -> None:
-    """Copy the buffers of the group's first rank, `but` those of these names, to its others, as DDP does in training.
+    """Broadcast the buffers of the group's first rank, except those named in `but`, as DDP does in training.
 
     Args:
-        group: None leaves the buffers as they are.
+        group: None leaves the buffers unchanged.
     """
     share([buffer for name, buffer in module.named_buffers() if name not in but], group)
 
 
 def share(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Copy tensors of the group's first rank to its others; None leaves them as they are."""
+    """Broadcast tensors from the group's first rank; None leaves them unchanged."""
     if group is not None and tensors:
         dist._broadcast_coalesced(group, tensors, 250 << 20, 0)
 
@@ -294,8 +294,8 @@ def share(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
 def add_up(word: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum integers (n,) over the ranks of `group`, in place, on the host.
 
-    Pairs of ranks exchange sums, at distances that double (recursive doubling, Thakur et al. 2005). Ranks beyond the
-    largest power of two hand their numbers to a partner, and get the sum back.
+    Pairs of ranks exchange sums at doubling distances (recursive doubling, Thakur et al. 2005). Ranks beyond the
+    largest power of two send their numbers to a partner, and receive the sum.
     """
     rank, power = group.rank(), 1 << group.size().bit_length() - 1
     more, other = group.size() - power, torch.empty_like(word)
@@ -321,10 +321,10 @@ def add_up(word: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather (n,) of each rank of `group`, on the host -> (ranks, n), on all of them.
+    """Gather (n,) from each rank of `group` into (ranks, n) on all of them, on the host.
 
-    gloo's own all-gather takes N - 1 hops, one after the other. Above `RING` ranks, ceil(log2 N) rounds double the rows
-    of each rank, for any N (Bruck et al. 1997, the concatenation algorithm). The bytes are the same.
+    gloo's own all-gather takes N - 1 sequential hops. Above `RING` ranks, the rows of each rank double in each of
+    ceil(log2 N) rounds, for any N (Bruck et al. 1997, the concatenation algorithm). The bytes are the same.
     """
     rank, world, count = group.rank(), group.size(), 1
     rows = own.new_empty(world, own.numel())

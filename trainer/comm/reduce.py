@@ -1,4 +1,4 @@
-"""The chain that averages gradients over ranks: the all-reduce at its end, and the thread or stream that runs it."""
+"""Averages gradients over ranks: the all-reduce at the end of the chain, and the thread or stream that runs it."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +13,13 @@ from torch.futures import Future
 from trainer.comm.bucket import Bucket
 from trainer.comm.phases import Phase, during
 
-# Mean over ranks of a flat tensor, in place or not: same shape and dtype. Plain blocking code, run by `Background`.
+# Returns the mean over ranks of a flat tensor, in place or not: same shape and dtype. Blocking; `Background` runs it.
 Reduce = Callable[[Tensor, Bucket], Tensor]
 
-reducing: ContextVar[Bucket | None] = ContextVar("reducing", default=None)  # the bucket that this thread reduces
+reducing: ContextVar[Bucket | None] = ContextVar("reducing", default=None)  # the bucket that this thread is reducing
 
 
-# Older versions of torch have the second names only, newer ones warn of them.
+# Older versions of torch have only the second names, about which newer ones warn.
 def all_gather(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(rows, own, group=group)
 
@@ -31,8 +31,8 @@ def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Send sent[r] to rank r of the group, into its received[this rank]. For CPU tensors.
 
-    In gloo's own collectives a peer sends only after its own message has arrived. Unless all ranks start in the same
-    moment, the two directions of a link would take turns.
+    In gloo's own collectives a peer sends only after its own message has arrived. Unless all ranks started at the same
+    moment, the two directions of a link would be used in turns.
     """
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     received[own].copy_(sent[own])
@@ -46,13 +46,13 @@ def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.Pro
 
 
 class AllReduce:
-    """The chain's end: the mean over the ranks of `group`. Payloads that can't be summed are gathered or swapped."""
+    """The end of the chain: the mean over the ranks of `group`. Payloads that can't be summed are exchanged instead."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """Average, in place if dense. Scaling by the reciprocal, before the sum, has the bits of DDP's own reducer."""
+        """Average, in place if dense. Scaling by the reciprocal before the sum gives the same bits as DDP's reducer."""
         flat.mul_(1.0 / self.size)
         if flat.is_sparse:
             return self._sum_rows(flat.coalesce())
@@ -60,7 +60,7 @@ class AllReduce:
         return flat
 
     def _sum_rows(self, own: Tensor) -> Tensor:
-        """Sum the rows of sparse tensors, in the order of ranks. In torch 2.13, gloo's own way corrupts memory."""
+        """Sum the rows of sparse tensors in rank order, because gloo's own sum corrupts memory in torch 2.13."""
         counts = self.gather(own.indices().new_tensor([own._nnz()])).flatten().tolist()
         rows, place = self._gather_rows(own.indices()[0], counts).unique(return_inverse=True)
         sums = own.values().new_zeros(len(rows), *own.shape[1:])
@@ -68,13 +68,13 @@ class AllReduce:
         return torch.sparse_coo_tensor(rows[None], sums, own.shape, check_invariants=False, is_coalesced=True)
 
     def _gather_rows(self, own: Tensor, counts: list[int]) -> Tensor:
-        """Gather (n, ...) of each rank, n of its own, into one tensor."""
+        """Concatenate (n, ...) from each rank, where n may differ between ranks."""
         padding = own.new_zeros(max(counts) - len(own), *own.shape[1:])
         rows = self.gather(torch.cat([own, padding]).flatten()).view(self.size, max(counts), *own.shape[1:])
         return torch.cat([part[:count] for part, count in zip(rows, counts, strict=True)])
 
     def gather(self, own: Tensor) -> Tensor:
-        """Gather (n,) of each rank, of the same n, into (ranks, n)."""
+        """Gather (n,) from each rank, with equal n, into (ranks, n)."""
         rows = own.new_empty(self.size, own.numel())
         if own.device.type == "cpu":
             exchange([own] * self.size, rows.unbind(), self.group)
@@ -83,7 +83,7 @@ class AllReduce:
         return rows
 
     def swap(self, rows: Tensor) -> Tensor:
-        """Exchange rows (ranks, n): row r goes to rank r. Return the rows that all ranks have for this rank."""
+        """Exchange rows (ranks, n), all-to-all: row r goes to rank r. Return the rows that this rank receives."""
         swapped = torch.empty_like(rows)
         if rows.device.type == "cpu":
             exchange(rows.unbind(), swapped.unbind(), self.group)
@@ -102,7 +102,7 @@ class Reduced(Future[Tensor]):
         return super().wait()
 
     def arrived(self) -> bool:
-        """Return whether the result is there. On a stream a future is done as soon as its call is enqueued."""
+        """Return whether the result is ready. On a stream, `done` is true as soon as the call is enqueued."""
         return self.done() and (self.event is None or self.event.query())
 
 
@@ -111,7 +111,7 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # High priority: peers wait for communication, and nobody waits for a single kernel of backward.
+        # High priority, because peers wait for communication, and nobody waits for a single kernel of backward.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.failed: Exception | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
@@ -135,7 +135,7 @@ class Background:
     def _run(self, done: Reduced, call: Callable[..., Tensor], *args: Any) -> None:
         try:
             if self.failed:
-                raise self.failed  # peers wait for the failed call: no later call may take its place
+                raise self.failed  # peers are waiting for the failed call, so no later call may take its place
             result = _noted(call, *args)
         except Exception as error:
             self.failed = error
@@ -145,7 +145,7 @@ class Background:
 
 
 def _noted(call: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Run `call` while `reducing` has its bucket."""
+    """Run `call` with its bucket in `reducing`."""
     token = reducing.set(next((arg for arg in args if isinstance(arg, Bucket)), None))
     try:
         return call(*args)

@@ -1,4 +1,4 @@
-"""The slice that a rank has of a sharded tensor: a DTensor, whose module is large and so not imported here."""
+"""The slice that a rank has of a sharded tensor, a DTensor. DTensor's module is large, so it is not imported here."""
 
 from typing import Any, NamedTuple
 
@@ -15,31 +15,31 @@ class Slice(NamedTuple):
     stop: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this slice of a tensor, in the same memory."""
+        """Return a view of this slice of a tensor."""
         return whole.narrow(self.dimension, self.start, self.stop - self.start) if whole.dim() else whole
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's slice of a sharded tensor, in the same memory; any other tensor as it is."""
+    """Return a view of this rank's slice of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether there is a sharded tensor in `value`, nested dicts of tensors and plain values."""
+    """Return whether `value`, nested dicts of tensors and plain values, contains a sharded tensor."""
     return any(map(is_sharded, value.values())) if isinstance(value, dict) else hasattr(value, "to_local")
 
 
 def span(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first and the last + 1 of a rank's indices. Late ranks have fewer than the first, or none."""
+    """Return the half-open range of a rank's indices. The last ranks may have fewer than the first, or none."""
     count = -(-size // ranks)  # as torch.chunk has it
     return min(rank * count, size), min((rank + 1) * count, size)
 
 
 def own_slice(tensor: Any, name: str = "") -> Slice:
-    """Return this rank's slice of a sharded tensor; all of one that each rank has whole.
+    """Return this rank's slice of a sharded tensor, or all of a replicated one.
 
     Raises:
-        ConfigError: The tensor `name` is cut along several dimensions, or a rank has no slice of it.
+        ConfigError: The tensor `name` is sharded along several dimensions, or a rank has no slice of it.
     """
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     cut = [(i, placement) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -62,5 +62,5 @@ def own_slice(tensor: Any, name: str = "") -> Slice:
 
 
 def cut_like(whole: Tensor, like: Any, name: str = "") -> Tensor:
-    """Return the part of `whole`, in the same memory, that this rank has of `like`, a sharded tensor or another."""
+    """Return a view of the part of `whole` that this rank has of `like`, which may be sharded or not."""
     return own_slice(like, name).of(whole) if is_sharded(like) else whole

@@ -17,7 +17,7 @@ class TwoLevel:
         self.across: Reduce = across
 
     def own(self, bucket: Bucket) -> Bucket:
-        """Return the part that this rank sends across; empty if the node has more ranks than it has elements."""
+        """Return the shard that this rank sends across; empty for some ranks if there are fewer elements than ranks."""
         size = -(-bucket.numel() // self.per_node)
         return bucket.cut(self.local_rank * size, (self.local_rank + 1) * size)
 

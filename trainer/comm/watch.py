@@ -1,4 +1,4 @@
-"""Puts listeners around the functions by which torch.distributed communicates, and shows each collective to observers.
+"""Wraps the communicating functions of torch.distributed in listeners, and shows each collective to observers.
 
 No other module replaces these functions. Without a listener they are torch's own.
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import AllReduce, reducing
 
-Read = Callable[..., tuple[Any, Any, bool]]  # takes a function's arguments; returns tensors, group, whether it is async
+Read = Callable[..., tuple[Any, Any, bool]]  # maps a function's arguments to its tensors, group and whether it is async
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # takes a name and its function; returns another, or it
 
-# Functions of torch.distributed: the collective, and a function with the same names of arguments. Older versions of
-# torch lack some. Receives are not shown: a rank sends what another receives.
+# Functions of torch.distributed: the collective, and a function with the same parameter names. Older versions of torch
+# lack some. Receives are not shown, because another rank's send is.
 FUNCTIONS: dict[str, tuple[str, Read]] = {
     "all_reduce": ("all_reduce", lambda tensor, op=None, group=None, async_op=False, **_: (tensor, group, async_op)),
     "broadcast": (
@@ -59,25 +59,25 @@ for _name in ("reduce_scatter_single", "reduce_scatter_tensor"):
         "reduce_scatter",
         lambda output, input, op=None, group=None, async_op=False, **_: (input, group, async_op),
     )
-# On a CPU these are made of messages between two ranks.
+# On a CPU these consist of messages between two ranks.
 METHODS: dict[str, tuple[str, Read]] = {
     "gather": ("all_gather", lambda self, own: ([own] * self.size, self.group, False)),
     "swap": ("all_to_all", lambda self, rows: (rows, self.group, False)),
 }
 
-# The functions that listeners may wrap: a name, and the classes and modules that have it.
+# The functions that listeners may wrap: each name with the classes and modules that define it.
 PLACES: dict[str, tuple[Any, ...]] = {
     "wait": (dist.Work,),
     **dict.fromkeys(FUNCTIONS, (dist, dist.distributed_c10d)),
     **dict.fromkeys(METHODS, (AllReduce,)),
 }
 
-_listeners: list[Wrap] = []  # in the order in which they came; the first is the innermost
+_listeners: list[Wrap] = []  # in the order in which they were added; the first is the innermost
 _originals: dict[tuple[Any, str], Any] = {}  # while there is a listener
 
 
 def listen(listener: Wrap, undo: ExitStack) -> None:
-    """Wrap each function in what `listener` makes of it, until `undo`. A listener that is there counts once more."""
+    """Wrap each function by `listener` until `undo` closes. A listener that is already active is counted once more."""
     _listeners.append(listener)
     undo.callback(_leave, listener)
     if not _originals:
@@ -94,7 +94,7 @@ def _leave(listener: Wrap) -> None:
 
 
 def _arrange() -> None:
-    """Put each function in its places, with the listeners that there are now."""
+    """Install each function with the current listeners."""
     wrapped: dict[tuple[str, int], Any] = {}
     for (owner, name), original in _originals.items():
         key = name, id(original)  # torch compares functions of two modules by identity
@@ -105,7 +105,7 @@ def _arrange() -> None:
         setattr(owner, name, wrapped[key])
 
 
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # this thread is in a call that is shown as a whole
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # this thread is inside a call that is already shown
 
 
 class Call:
@@ -114,7 +114,7 @@ class Call:
     Attributes:
         bytes: As nccl-tests counts them.
         bucket: The bucket whose reduction made the call; None for any other call.
-        waits: Whether the end is known. A call that returns at once has its end elsewhere.
+        waits: Whether the call itself waits, so that its end is known. An asynchronous call ends elsewhere.
     """
 
     def __init__(self, collective: str, tensors: Tensor | Sequence[Tensor], group: Any, asynchronous: bool) -> None:
@@ -126,7 +126,7 @@ class Call:
         cuda = self.waits and tensors and tensors[0].is_cuda
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
         for event in self.events[:1]:
-            event.record()  # on the stream that the collective waits for
+            event.record()  # on the stream that the collective synchronises with
         self.began, self.took = time.perf_counter(), 0.0
 
     def end(self) -> None:
@@ -139,16 +139,16 @@ class Call:
         return not self.events or self.events[1].query()
 
     def seconds(self) -> float:
-        """Return the seconds of the collective, with the wait for the last of its ranks."""
+        """Return the seconds of the collective, including the wait for its last rank."""
         return self.events[0].elapsed_time(self.events[1]) / 1e3 if self.events else self.took
 
 
 @contextmanager
 def watched(observe: Callable[[Call], None]) -> Iterator[None]:
-    """Call `observe` after each collective of this process, in the thread that makes it.
+    """Call `observe` after each collective of this process, in the calling thread.
 
-    Not shown are collectives that C++ makes by itself: those of DDP's own reducer and of compiled graphs. Neither are
-    calls with a group that this rank is not in, in which torch does nothing.
+    Collectives that C++ issues by itself, in DDP's own reducer or in compiled graphs, are not shown. Neither are calls
+    with a group that this rank is not in, since torch does nothing then.
     """
     with ExitStack() as undo:
         listen(partial(_shown, observe), undo)

@@ -1,4 +1,4 @@
-"""Splits a batch: global samples = ranks x micro-batch x accumulation. Imports no torch."""
+"""Splits a batch: global samples = ranks x micro-batch x accumulation steps. Imports no torch."""
 
 from trainer.errors import ConfigError
 
@@ -9,11 +9,11 @@ def split_batch(
     """Split a global `batch` over `world` ranks. Return the largest micro-batch, and the micro-batches per step.
 
     Args:
-        uneven: The number of ranks may change. Their parts may then differ by a sample; `micro_batch` is an upper
+        uneven: The number of ranks may change, so their shares may differ by a sample. `micro_batch` is then an upper
             limit, from which `accumulate` follows.
 
     Raises:
-        ConfigError: The batch does not divide. The message has the nearest that do.
+        ConfigError: The batch is not divisible. The message suggests the nearest sizes that are.
     """
     for key, value in (("batch", batch), ("micro_batch", micro_batch), ("accumulate", accumulate)):
         if value is not None and value < 1:
@@ -41,14 +41,14 @@ def _split_unevenly(batch: int, world: int, micro_batch: int | None, accumulate:
         raise ConfigError(
             f"batch={batch}: is less than a sample for each of {world} ranks; use fewer ranks, or a larger batch"
         )
-    part = -(-batch // world)  # the largest
+    part = -(-batch // world)  # the largest share
     micro = micro_batch or -(-part // (accumulate or 1))
     times = min(-(-part // micro), batch // world)  # so that smaller parts have no empty micro-batch
     return -(-part // times), times
 
 
 def _other_sizes(batch: int, world: int, known: dict[str, int | None]) -> str:
-    """Return the nearest values of the other two keys for which this batch divides."""
+    """Suggest the nearest values of the other two keys for which this batch is divisible."""
     if batch % world:
         return ""
     divisors = [d for d in range(1, batch // world + 1) if batch // world % d == 0]

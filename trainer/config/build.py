@@ -18,7 +18,7 @@ def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_options(options: type[T], values: Mapping[str, Any]) -> T:
-    """Return the dataclass `options` from its section of the config, and dataclasses inside of it from theirs."""
+    """Build the dataclass `options` from its section of the config, including nested dataclasses."""
     given = dict(values)
     for name, knob in option_parameters(options).items():
         if dataclasses.is_dataclass(knob.annotation) and name in given:
@@ -27,10 +27,10 @@ def build_options(options: type[T], values: Mapping[str, Any]) -> T:
 
 
 def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
-    """Return the object that `node` describes; with `_partial_` a function that still takes its first arguments.
+    """Build the object that `node` describes; with `_partial_`, a function that still needs its first arguments.
 
-    An argument that the class lists among its `targets` names a class, and is replaced by that class. A node is
-    replaced by its object where the argument's annotation has `Made`.
+    An argument that the class lists in its `targets` names a class, and is replaced with that class. A nested node is
+    built if the argument's annotation includes `Made`.
     """
     target, given = locate(f"{key}._target_", node["_target_"], allow), arguments(node)
     for name in [name for name, value in given.items() if is_node(value)]:

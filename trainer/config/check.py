@@ -19,20 +19,20 @@ from trainer.redact import HIDDEN, children, redact, redacted_keys
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
 GROUPS = ("optimizer", "schedule")
-TUNED = "tuned"  # the one key that a run may lack: a result of trainer.tools.tune has it
+TUNED = "tuned"  # the one optional key, which a result of trainer.tools.tune has
 
-# A recipe's YAML that names another optimizer is merged over the default one, whose keys stay.
+# If a recipe's YAML names another optimizer, it is merged over the default one, whose keys remain.
 OWN_CHOICE = "for your own {0} write conf/{0}/NAME.yaml, and in the recipe's defaults 'override /{0}: NAME'"
 STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: lists of functions -> their arguments
 
 
 def check(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
-    """Check that every key is known, that every value has its type and range, and that nothing is missing.
+    """Check that every key is known, that every value has a valid type and range, and that nothing is missing.
 
-    A whole number such as 1e3 becomes an int in `config`, where an int is due.
+    A whole number such as 1e3 becomes an int in `config` where an int is expected.
 
     Args:
-        allowed: Packages that a `_target_` may name, as well as those of trainer.allow_targets.
+        allowed: Packages that a `_target_` may name, in addition to those in trainer.allow_targets.
 
     Raises:
         ConfigError: A check failed; the message names the first failure.
@@ -65,7 +65,7 @@ def check(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
 
 
 def absent_callback(name: str, others: Set[str]) -> str:
-    """Return the message for a key of a callback that the run does not have."""
+    """Return the message for a key of a callback that is not in the run."""
     known = {path.stem for path in (CONF / "callbacks").glob("*.yaml")}
     near = difflib.get_close_matches(name, others, 1, 0.8)
     if near:
@@ -78,7 +78,7 @@ def absent_callback(name: str, others: Set[str]) -> str:
 
 
 def check_tuned(values: Any) -> None:
-    """Check the key of a result of trainer.tools.tune, which most runs lack."""
+    """Check the key that a result of trainer.tools.tune has, and most runs lack."""
     if values is None:
         return
     check_values(TUNED, values, option_parameters(Tuned))
@@ -138,7 +138,7 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
 
 
 def refuse_classes(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> None:
-    """Refuse an argument that names a class of another package. A class lists such arguments as its `targets`."""
+    """Refuse arguments, listed in a class's `targets`, that name a class in a package that is not allowed."""
     for name in constant(node["_target_"], "targets") or ():
         value = node.get(name)
         if isinstance(value, str):
@@ -146,7 +146,7 @@ def refuse_classes(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) ->
 
 
 def split_groups(node: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the settings for some of the parameters, and the optimizer's node without them."""
+    """Return the parameter groups' settings, and the optimizer's node without them."""
     return node.get("groups"), {name: value for name, value in node.items() if name != "groups"}
 
 
@@ -157,7 +157,7 @@ def check_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> None:
 
 
 def stage_node(key: str, item: Any) -> Mapping[str, Any]:
-    """Return an item of `data.decoders` or `data.map` as a node. A name stands for the function, without arguments."""
+    """Convert an item of `data.decoders` or `data.map` to a node. A plain name means a function without arguments."""
     if isinstance(item, str):
         return {"_target_": item, "_partial_": True}
     if not isinstance(item, Mapping) or "_target_" not in item:
@@ -183,5 +183,5 @@ def check_type(key: str, value: Any, kind: Any) -> Any:
 
 
 def shown(key: str, value: Any) -> str:
-    """Return a value as YAML has it, without secrets."""
+    """Format a value as YAML, without secrets."""
     return as_yaml(redact({key: value})[key])

@@ -1,4 +1,4 @@
-"""Composes configs with Hydra, and explains its errors in one line."""
+"""Composes configs with Hydra, and explains Hydra's errors in one line."""
 
 import contextlib
 import difflib
@@ -23,8 +23,8 @@ from trainer.other_words import our_key
 from trainer.redact import redact_argument
 
 PRIMARY = CONF / "config.yaml"
-NAME = 120  # characters of a run's name, at most
-CONFIGS = ("--config-dir", "--config-path", "--config-name")  # options of Hydra's
+NAME = 120  # most characters of a run's name
+CONFIGS = ("--config-dir", "--config-path", "--config-name")  # Hydra's options
 TYPED = {
     "recipe": "recipe=NAME",
     "callbacks": "+callbacks=[NAME,...]",
@@ -38,16 +38,12 @@ TYPED = {
 class Job(NamedTuple):
     config: Any
     recipe: str
-    argv: list[str]  # the arguments that lead to this config, to be shown
+    argv: list[str]  # the arguments that produce this config, for display
     messages: Sequence[tuple[int, str]] = ()  # lines for the log, each with its level
 
 
 def refuse_options(arguments: list[str]) -> None:
-    """Refuse options of Hydra that would look for other configs, or change nothing.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise ConfigError for Hydra options that would look for other configs, or change nothing."""
     for option, equals, _ in (word.partition("=") for word in arguments):
         if (option == "-cd" and equals) or (option.startswith("--config-") and option not in CONFIGS):
             raise ConfigError(f"{option}: can't be shortened here; --config-dir FOLDER adds your configs")
@@ -58,7 +54,7 @@ def refuse_options(arguments: list[str]) -> None:
 
 
 def config_dirs(arguments: list[str]) -> list[Path]:
-    """Return the folders that --config-dir names."""
+    """Return the folders given by --config-dir."""
     names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
     names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
     for name in names:
@@ -76,10 +72,10 @@ def config_dirs(arguments: list[str]) -> list[Path]:
 
 
 def refuse_hidden(folder: Path) -> None:
-    """Refuse a user's YAML file with the name of one of Echelon's: Hydra would read Echelon's without a word.
+    """Refuse a user's YAML file that has the name of one of Echelon's, which Hydra would silently read instead.
 
     Raises:
-        ConfigError: There is one, of other content.
+        ConfigError: There is one, with different content.
     """
     for own in sorted(CONF.rglob("*.yaml")):
         file = own.relative_to(CONF)
@@ -93,10 +89,10 @@ def choices(group: str, folders: list[Path]) -> dict[str, Path]:
 
 
 def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) -> list[Job]:
-    """Compose the config of each job with Hydra: groups, overrides, multirun. No job if Hydra only shows something.
+    """Compose the config of each job with Hydra: groups, overrides, multirun. No job if Hydra only prints something.
 
     Args:
-        primary: The file that has every key, and the groups to compose.
+        primary: The file with every key and the groups to compose.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -137,7 +133,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
 
 
 def in_our_words(said: str) -> str:
-    """Return what argparse says of an unknown option: most belong to a trainer whose settings are options."""
+    """Explain argparse's error about an unknown option, which often belongs to another trainer."""
     if not (option := re.fullmatch(r"unrecognized arguments: (--?([\w.-]+).*)", said)):
         return f"{said}; see --help"
     fix = our_key(option[2]) or "give settings as KEY=VALUE, without --"
@@ -145,7 +141,7 @@ def in_our_words(said: str) -> str:
 
 
 def told_apart(job: Job, jobs: list[Job]) -> str:
-    """Return the recipe's name and the overrides that not all jobs have, as in bert_tiny-lr-0.001."""
+    """Name a job by its recipe and the overrides that not all jobs share, for example bert_tiny-lr-0.001."""
     common = set(job.argv).intersection(*(other.argv for other in jobs))
     own = [word.lstrip("+~").partition("=") for word in job.argv if word not in common]
     pairs = [(key.rpartition(".")[2], value) for key, _, value in own if key != "recipe"]
@@ -154,9 +150,9 @@ def told_apart(job: Job, jobs: list[Job]) -> str:
 
 
 def fit_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path]) -> list[str]:
-    """Take values out of the config that a typed `optimizer=NAME` can't take, unless they are typed, too.
+    """Remove values from the config that a typed `optimizer=NAME` does not accept, unless they are typed as well.
 
-    Return a line for each value that the recipe's YAML sets for the optimizer.
+    Return a message for each value that the recipe's YAML sets for the optimizer.
     """
     from omegaconf import OmegaConf
 
@@ -172,10 +168,10 @@ def fit_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path
 
 
 def leave_out(node: dict[str, Any], name: str, own: Mapping[str, Any], others: set[str]) -> list[str]:
-    """Put a value of Echelon's optimizer, or none, in the place of each that it can't take; return a line for each.
+    """Reset or remove each value that the optimizer does not accept; return a message for each.
 
     Args:
-        others: Keys of any optimizer's YAML. Other keys stay, and are refused by the check.
+        others: Keys of any optimizer's YAML. Other keys stay, so that the check refuses them.
     """
     target, lines = str(node.get("_target_")), []
     if not target.startswith("trainer.optim.") or target != own["_target_"]:
@@ -191,7 +187,7 @@ def leave_out(node: dict[str, Any], name: str, own: Mapping[str, Any], others: s
 
 
 def kept_by_recipe(node: Mapping[str, Any], name: str, own: Mapping[str, Any], typed: set[str]) -> list[str]:
-    """Return a line for each value of a typed `optimizer=NAME` that the recipe's YAML replaces by its own."""
+    """Return a message for each value of a typed `optimizer=NAME` that the recipe's YAML replaces."""
     lines = []
     for key, value in own.items():
         found = node.get(key, value)
@@ -202,14 +198,14 @@ def kept_by_recipe(node: Mapping[str, Any], name: str, own: Mapping[str, Any], t
 
 
 def original_override(override: str) -> str:
-    """Return an override without the changes that `normalize` and, in a multirun, Hydra have made."""
+    """Undo the changes that `normalize` and, in a multirun, Hydra have made to an override."""
     if override.startswith("~"):
         return override.removesuffix("=null")
     return re.sub(r"\$\\{.*?\\}", lambda found: re.sub(r"\\(.)", r"\1", found[0]), override.removeprefix("++"))
 
 
 def explain(error: Exception, folders: list[Path]) -> str:
-    """Return Hydra's error as one line with the way out."""
+    """Return Hydra's error as one line that includes the fix."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from yaml import MarkedYAMLError
 
@@ -258,10 +254,10 @@ def is_override(word: str) -> bool:
 
 
 def normalize(word: str, folders: list[Path]) -> str:
-    """Return the argument in Hydra's form.
+    """Convert an argument to Hydra's form.
 
-    Hydra takes any key as new: `check` knows the keys, and its message says more. `callbacks=[...]` and
-    `+callbacks=[...]` mean the same, and may name a default callback; so do `tuned=NAME` and `+tuned=NAME`.
+    Hydra accepts any key as a new one, because `check` knows the keys and has better messages. `callbacks=[...]` and
+    `+callbacks=[...]` mean the same, and may name a default callback. So do `tuned=NAME` and `+tuned=NAME`.
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
@@ -294,7 +290,7 @@ def normalize(word: str, folders: list[Path]) -> str:
 
 
 def merge_callbacks(words: list[str], primary: Path = PRIMARY) -> list[str]:
-    """Merge all lists of callbacks into one, without the default ones: of several lists Hydra would take the last."""
+    """Merge all lists of callbacks into one, without default ones, because Hydra would use only the last list."""
     given = [re.findall(r"\[([^][]*)\]", word) for word in words if word.startswith("callbacks=")]
     if not given or [] in given:  # no list, or one that Hydra will refuse
         return words

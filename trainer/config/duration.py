@@ -46,7 +46,7 @@ class Duration:
         """Convert to samples.
 
         Raises:
-            ConfigError: The unit is minutes, or epochs of data whose length is not known.
+            ConfigError: The unit is minutes, or is epochs although the data's length is unknown.
         """
         if self.unit == "minutes":
             raise ConfigError(
@@ -62,12 +62,12 @@ class Duration:
 
 
 class Periods:
-    """Periods of one length from a start on. A period ends at the first step whose position reaches its end.
+    """Periods of equal length. A period ends at the first step whose position reaches its end.
 
     Args:
-        position: Of a step in the run, in steps or in samples.
-        length: Of a period, in the same unit; more than 0.
-        start: Of the first period.
+        position: Returns the position of a step in the run, in steps or in samples.
+        length: Length of a period, in the same unit; more than 0.
+        start: Start of the first period.
     """
 
     def __init__(self, position: Callable[[int], int], length: Fraction, start: Fraction = Fraction(0)) -> None:
@@ -75,7 +75,7 @@ class Periods:
         self.length, self.start = int(length * self.scale), int(start * self.scale)  # a step compares whole numbers
 
     def passed(self, step: int) -> int:
-        """Return the periods that have ended by a step; negative before the start."""
+        """Return the number of periods that have ended by a step; negative before the start."""
         return (self.position(step) * self.scale - self.start) // self.length
 
     def next_end(self, step: int) -> Fraction:

@@ -25,15 +25,15 @@ ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer
 @check_names("trainer.checkpoint.")
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """`dir` holds one folder a run, and links: `last.pt` to the newest checkpoint, `best.pt` to the best."""
+    """`dir` contains one folder per run, and links: `last.pt` to the newest checkpoint, `best.pt` to the best."""
 
     dir: LocalPath = "ckpt"
     every: Literal["auto"] | None = None  # auto: by measured stall and failures, instead of the next two
     every_steps: PositiveInt | None = 1000
     every_minutes: PositiveOrInfinite | None = 30.0  # by rank 0's clock
     keep: Annotated[int, AtLeast(2)] = 2  # newest valid checkpoints kept; the newest may turn out to be damaged
-    keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" turns it round
-    keep_every: PositiveInt | None = None  # steps; checkpoints of multiples of it stay for ever
+    keep_best: str | None = None  # a metric, smaller is better: "val/loss"; "max val/accuracy" reverses that
+    keep_every: PositiveInt | None = None  # steps; checkpoints at multiples of it are never deleted
     when_busy: Literal["wait", "skip"] = "wait"  # if a checkpoint is due while the one before is being written
     max_failures: PositiveInt = 3  # in a row, until the run stops
 
@@ -49,7 +49,7 @@ class CheckpointOptions:
 @check_names("trainer.ddp.")
 @dataclass(frozen=True)
 class DDPOptions:
-    """Arguments of torch's DistributedDataParallel, by torch's names but for the unit."""
+    """Arguments of torch's DistributedDataParallel, with torch's names except for the unit."""
 
     bucket_mib: PositiveFloat | None = None  # null: torch's 25, after a first bucket of 1
     find_unused_parameters: bool = False
@@ -69,7 +69,7 @@ class DDPOptions:
 @check_names("trainer.limit_batches.")
 @dataclass(frozen=True)
 class LimitOptions:
-    """The first batches of the data, of `batch` samples each; null: all."""
+    """The number of first batches of the data to use, of `batch` samples each; null: all."""
 
     train: PositiveInt | None = None  # an epoch has so many batches
     validation: PositiveInt | None = None  # of each data set; of an iterable: its own batches on each rank
@@ -130,7 +130,7 @@ class Options:
     timeout_s: PositiveFloat = 600.0
     restarts: NonNegativeInt = 3  # after failures without progress; only of ranks that Echelon itself starts
     check_replicas_every: PositiveInt | None = 1000  # steps; checks that all ranks have the same weights
-    allow_targets: list[str] = field(default_factory=list)  # packages beside Echelon's that _target_ may name
+    allow_targets: list[str] = field(default_factory=list)  # packages, in addition to Echelon's, that _target_ may name
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     ddp: DDPOptions = field(default_factory=DDPOptions)
 
@@ -159,7 +159,7 @@ class Options:
             raise ConfigError(f"trainer.validate_every={self.validate_every}: {reason}")
 
     def with_precision(self, label: str) -> "Options":
-        """Return these options with the formats of all ranks, such as `fp32+bf16`, which no user can give."""
+        """Return these options with the formats of all ranks, such as `fp32+bf16`, which a user can't set."""
         made = copy(self)
         object.__setattr__(made, "precision", label)
         return made

@@ -1,4 +1,4 @@
-"""Lets Hydra compose configs alone: it imports no name that a config gives, runs no plugin, and writes no file."""
+"""Restricts Hydra to composing configs: it imports no name from a config, runs no plugin, and writes no file."""
 
 import contextlib
 import itertools
@@ -36,13 +36,13 @@ OF_USERS = ("main", "command-line", "hydra.searchpath")  # beginnings of the sou
 
 @contextlib.contextmanager
 def own_hydra() -> Iterator[None]:
-    """Refuse, inside the block, all that would let Hydra do more than compose a config: see `refuse_jobs`.
+    """Inside the block, refuse anything that would let Hydra do more than compose a config; see `refuse_jobs`.
 
-    A folder `hydra_plugins` of the working folder is not loaded: Hydra would run all of its modules, and no config
-    names them. The sweeper's record of a multirun is not written: it would have secrets, and replace a user's file.
+    A folder `hydra_plugins` in the working folder is not loaded, because Hydra would run all of its modules. The
+    sweeper's record of a multirun is not written, because it would contain secrets, and replace a user's file.
 
     Raises:
-        ConfigError: An argument, or a file of the user's, sets more.
+        ConfigError: An argument or one of the user's files sets more.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository
@@ -73,7 +73,7 @@ def own_hydra() -> Iterator[None]:
 
 @contextlib.contextmanager
 def composed_once(words: list[str], places: list[Path]) -> Iterator[None]:
-    """Keep Hydra from composing everything once more, to read hydra.mode, unless a word or a user's file may set it.
+    """Keep Hydra from composing twice just to read hydra.mode, unless an argument or a user's file may set it.
 
     Args:
         places: The folders of the user's files.
@@ -88,7 +88,7 @@ def composed_once(words: list[str], places: list[Path]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
-    """Give an attribute another value inside the block."""
+    """Replace an attribute's value inside the block."""
     own = getattr(owner, name)
     setattr(owner, name, by)
     try:
@@ -98,9 +98,9 @@ def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def refuse_jobs(settings: Any) -> None:
-    """Refuse settings of Hydra's jobs: a config is composed as such a job, and the run comes after it.
+    """Refuse settings of Hydra's jobs, because such a job only composes a config, and the run comes later.
 
-    Values are compared unresolved, as Hydra resolves them later.
+    Values are compared unresolved, because Hydra resolves them later.
 
     Raises:
         ConfigError: There is one that would change nothing or import what it names, or a launcher or sweeper other
@@ -138,17 +138,13 @@ def chosen(plain: Any, key: str) -> Any:
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a value of a plugin's has a node inside its own values, which Hydra would build."""
+    """Return whether a plugin's value contains a nested node, which Hydra would build."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return any(isinstance(each, Mapping | list) for each in inner)
 
 
 def refuse_packages(search_path: Any) -> None:
-    """Refuse sources of configs that are no folders: Hydra would import a package to look into it.
-
-    Raises:
-        ConfigError: There is one.
-    """
+    """Raise ConfigError for config sources that are not folders, because Hydra would import a package to search it."""
     for place in search_path.get_path():
         scheme, separator, _ = str(place.path).partition("://")
         if separator and scheme != "file" and str(place.provider).startswith(OF_USERS):
@@ -160,7 +156,7 @@ def refuse_packages(search_path: Any) -> None:
 
 @contextlib.contextmanager
 def without_working_folder() -> Iterator[None]:
-    """Let imports find nothing in the working folder."""
+    """Keep imports from finding modules in the working folder."""
     whole, here = sys.path[:], os.getcwd()
     sys.path[:] = [folder for folder in whole if os.path.abspath(folder) != here]
     try:

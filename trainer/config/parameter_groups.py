@@ -1,4 +1,4 @@
-"""Checks settings for some of the parameters: `optimizer.groups` of a config, or a recipe's own."""
+"""Checks settings for parameter groups: `optimizer.groups` in a config, or a recipe's own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from trainer.annotated import describe, fits
 from trainer.errors import ConfigError, nearest, require
 
-OWN = {"lr_scale": float, "freeze": bool, "hidden": bool}  # settings that no optimizer has, beside those that it has
+OWN = {"lr_scale": float, "freeze": bool, "hidden": bool}  # settings in addition to the optimizer's own
 NOT_SETTINGS = ("match", "params")
 
 
 def check_groups(key: str, groups: Any, by: str = "match", known: Mapping[str, Any] | None = None) -> None:
-    """Check the form of groups: a list of mappings, each with the parameters that it is of.
+    """Check the form of groups: a list of mappings, each of which selects its parameters.
 
     Args:
-        by: Key of the parameters: `match`, a pattern or several, or `params`.
-        known: Settings that the optimizer has, with their types; None: not known yet.
+        by: The key that selects parameters: `match`, with one or more patterns, or `params`.
+        known: The optimizer's settings with their types; None: not known yet.
 
     Raises:
         ConfigError: The message names the first fault.

@@ -1,4 +1,4 @@
-"""Reads the parameters of constructors from source."""
+"""Reads the parameters of constructors from source code."""
 
 import ast
 import dataclasses
@@ -32,7 +32,7 @@ def option_parameters(options: type) -> dict[str, Knob]:
 def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     """Return the parameters of a function or of a class's constructor.
 
-    The module's source is read first, so that checking a config imports no torch; else the object is inspected.
+    The module's source is parsed if possible, so that checking a config does not import torch.
     """
     module, _, name = target.rpartition(".")
     if source := source_of(module):
@@ -61,7 +61,7 @@ def parse(content: bytes, source: Path) -> ast.Module:
 
 @functools.cache
 def constant(target: str, name: str) -> Any:
-    """Return a class's attribute, a literal, from its source, without an import; None if it has none."""
+    """Read a class attribute, a literal, from source without an import; None if there is none."""
     module, _, last = target.rpartition(".")
     source = source_of(module)
     tree = parse(source.read_bytes(), source) if source else ast.Module([], [])
@@ -75,7 +75,7 @@ def constant(target: str, name: str) -> Any:
 
 
 def source_of(module: str) -> Path | None:
-    """Find a module's file without an import of its packages."""
+    """Find a module's file without importing its packages."""
     spec, places = None, None
     for part in module.split("."):
         if spec and not places:  # a module, not a package

@@ -1,7 +1,7 @@
-"""Signs the config of a run, so that its owner's tools may trust what it allows. A stranger's config has no signature.
+"""Signs the config of a run, so that its owner's tools can trust its permissions. Foreign configs have no signature.
 
-The key is a file that only the user can read, as an ssh key is. A signature holds for one path: a run that was moved,
-or that somebody has sent back, counts as a stranger's.
+The key is a file that only the user can read, like an ssh key. A signature is valid for one path, so that a run that
+was moved, or that somebody has sent back, counts as foreign.
 """
 
 import hmac
@@ -14,10 +14,10 @@ from trainer.config.options import DataOptions
 from trainer.files import write_whole
 from trainer.log import log
 
-NAME = ".signature"  # beside config.yaml
+NAME = ".signature"  # next to config.yaml
 KEY_BYTES = 32
 CACHE = {"cache_dir": DataOptions.cache_dir, "cache_gb": DataOptions.cache_gb}  # files are deleted there
-UNTRUSTED = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False, **CACHE}}  # instead of a stranger's values
+UNTRUSTED = {"trainer": {"allow_targets": []}, "data": {"allow_pipe": False, **CACHE}}  # for a foreign config's values
 
 
 class UnusableKey(OSError):
@@ -35,7 +35,7 @@ def sign(config: Path) -> None:
 
 
 def is_own(config: Path) -> bool:
-    """Return whether this user has written the config, here, and nobody has changed it."""
+    """Return whether this user wrote the config at this path, and nobody has changed it."""
     try:
         return hmac.compare_digest(config.with_name(NAME).read_text(), _signature(config, make=False))
     except (OSError, ValueError, TypeError, RuntimeError):
@@ -48,7 +48,7 @@ def _signature(config: Path, make: bool) -> str:
 
 
 def _key(make: bool) -> bytes:
-    """Return the user's key, which no other user can read, guess or has written.
+    """Return the user's key, which no other user can have read, guessed or written.
 
     Raises:
         UnusableKey: There is another file in its place.

@@ -1,4 +1,4 @@
-"""Finds the objects that a config may name: those that conf/ names, and those of allowed packages."""
+"""Finds the objects that a config may name: those named in conf/, and those in allowed packages."""
 
 import difflib
 import functools
@@ -79,7 +79,7 @@ def refuse_target(key: str, target: str, allow: tuple[str, ...]) -> None:
 
 
 def refuse_nested(key: str, value: Any) -> None:
-    """Refuse a `_target_` inside arguments: the object that takes it may build it without these checks."""
+    """Refuse a `_target_` inside arguments, because the object that receives it may build it without these checks."""
     if isinstance(value, Mapping) and "_target_" in value:
         raise ConfigError(
             f"{key}._target_={value['_target_']}: a _target_ inside arguments is not built; give a plain value"
@@ -120,7 +120,7 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
         refuse_unlimited(key, target, found)
     if home.split(".")[0] == "webdataset":
         secure_webdataset()
-        os.environ["WDS_SECURE"] = "1"  # in data workers that are started anew, too
+        os.environ["WDS_SECURE"] = "1"  # also in data workers that are spawned later
     return found
 
 
@@ -137,7 +137,7 @@ def refuse_unlimited(key: str, target: str, found: Any) -> None:
 
 
 def foreign_package(name: str) -> str:
-    """Return a line about a package or a folder that has the name of one of Echelon's; empty if there is none."""
+    """Explain which package or folder conflicts with the name of one of Echelon's; empty if none does."""
     spec = PathFinder.find_spec(name) if name in OURS else None
     if spec is None or spec.origin is None:
         return ""
@@ -153,7 +153,7 @@ def foreign_package(name: str) -> str:
 
 
 def secure_webdataset() -> None:
-    """Switch pickle, pipe: and rewritten URLs off for all callers of webdataset in this process."""
+    """Disable pickle, pipe: and rewritten URLs for all users of webdataset in this process."""
     from webdataset import utils
 
     utils.enforce_security = True  # pyright: ignore[reportAttributeAccessIssue] it is there

@@ -1,6 +1,6 @@
 """Reads the arguments of transformers' Trainer, a JSON file, as arguments of the command: `recipe.args=FILE`.
 
-Typed arguments come after them, and so win.
+Typed arguments come after them, and therefore take precedence.
 """
 
 import json
@@ -90,10 +90,10 @@ OF_ADAM = {"adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "ad
 
 
 def expand(words: list[str]) -> tuple[list[str], list[tuple[int, str]]]:
-    """Replace `recipe.args=FILE` in the command's arguments by what the file says, before all others.
+    """Replace `recipe.args=FILE` in the command's arguments with the translated file, before all other arguments.
 
     Returns:
-        The arguments; and lines for the log, each with its level.
+        The arguments, and messages for the log, each with its level.
 
     Raises:
         ConfigError: The file can't be read, or has an argument that Echelon lacks.
@@ -113,7 +113,7 @@ def expand(words: list[str]) -> tuple[list[str], list[tuple[int, str]]]:
 
 
 def replaced(given: Mapping[str, Any], words: list[str]) -> set[str]:
-    """Return the arguments of which a typed `optimizer=NAME` takes the place."""
+    """Return the arguments that a typed `optimizer=NAME` replaces."""
     typed = [word.partition("=")[2] for word in words if word.startswith("optimizer=")]
     if not typed:
         return set()
@@ -121,7 +121,7 @@ def replaced(given: Mapping[str, Any], words: list[str]) -> set[str]:
 
 
 def count_ranks(words: list[str]) -> int:
-    """Return the number of ranks that the arguments ask for: transformers counts a batch per device."""
+    """Return the number of ranks that the arguments request, because transformers' batch size is per device."""
     typed = dict(word.lstrip("+").split("=", 1) for word in words if re.match(r"\+*trainer\.\w+=", word))
     devices = int(number) if (number := typed.get("trainer.devices", "")).isdecimal() else "auto"
     place = detect(dict(os.environ), devices)
@@ -137,7 +137,7 @@ def count_ranks(words: list[str]) -> int:
 
 
 def read(file: str) -> dict[str, Any]:
-    """Return what the file says, without null, which stands for the default: but for clipping, where it means none."""
+    """Read the file, without nulls, which mean the default, except for clipping, where null disables it."""
     try:
         found = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
@@ -150,10 +150,10 @@ def read(file: str) -> dict[str, Any]:
 
 
 def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
-    """Return the arguments of the command that mean the same.
+    """Translate to arguments of the command.
 
     Raises:
-        ConfigError: Arguments of another type, or that Echelon lacks: all of them in one line.
+        ConfigError: Arguments have a wrong type, or Echelon lacks them; one message names them all.
     """
     if wrong := [*wrong_types(given)] or [*refusals(given)]:
         raise ConfigError(f"{key}: {'; and '.join(wrong)}")
@@ -174,7 +174,7 @@ def device_words(given: Mapping[str, Any]) -> list[str]:
 
 
 def wrong_types(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is no number, no switch or no object where one belongs."""
+    """Yield a message for each value that is not a number, a boolean or an object where one is required."""
     for name, value in given.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
         if name in NUMBERS and value is not None and not number:
@@ -203,7 +203,7 @@ def refusals(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unused(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
-    """Return a line about the arguments that are not read."""
+    """Return a message about the arguments that are not read."""
     left = {name for name in given if name in {*WITHOUT_EFFECT, *OLD_WITHOUT_EFFECT} and given[name]}
     left |= switched_off(given) & given.keys()
     text = f"{key}: these name files, reports or evaluation, and change nothing here: {', '.join(sorted(left))}"
@@ -211,7 +211,7 @@ def unused(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
 
 
 def switched_off(given: Mapping[str, Any]) -> set[str]:
-    """Return the arguments that have no effect beside the others."""
+    """Return the arguments that have no effect given the others."""
     logs, saves = (given.get(name, "steps") == "steps" for name in ("logging_strategy", "save_strategy"))
     best = given.get("load_best_model_at_end")
     counts = {
@@ -222,7 +222,7 @@ def switched_off(given: Mapping[str, Any]) -> set[str]:
 
 
 def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
-    """Return lines about the arguments of which Echelon does a part."""
+    """Return messages about the arguments that Echelon supports in part."""
     lines = []
     adam = OF_ADAM.keys() & given.keys()
     if adam and OPTIMIZERS.get(given.get("optim") or "") == "sgd":
@@ -240,7 +240,7 @@ def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
 
 
 def refused_values(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values that Echelon lacks of arguments that it has."""
+    """Yield a message for each unsupported value of a supported argument."""
     for name in ("logging_steps", "eval_steps", "save_steps"):
         if 0 < (given.get(name) or 0) < 1:
             yield f"{name}={given[name]}: is a part of the run; give a whole number of steps"
@@ -262,7 +262,7 @@ def refused_values(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refused_parts(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield values that Echelon lacks of the arguments that are objects."""
+    """Yield a message for each unsupported value inside an argument that is an object."""
     for name, value in given.get("accelerator_config", {}).items():
         default, fix = PARTS.get(name, (None, "is no part of accelerator_config; remove it"))
         if fix and (name not in PARTS or value != default):
@@ -287,7 +287,7 @@ def batch_of(given: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def epochs_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides transformers' number of steps, which the recipe compares when it knows the data."""
+    """Return the inputs of transformers' number of steps, which the recipe compares once it knows the data."""
     limited, drops = given.get("max_steps", -1) > 0, given.get("dataloader_drop_last", False)
     if limited and not drops:
         return {}
@@ -298,7 +298,7 @@ def epochs_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the end of the run, clipping, and what has another form here."""
+    """Translate the end of the run, clipping, and arguments that have another form here."""
     words: dict[str, Any] = {}
     if given.get("max_steps", -1) > 0:
         words |= {"trainer.max_steps": given["max_steps"], "trainer.max_epochs": None}
@@ -316,7 +316,7 @@ def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def intervals_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return when a run logs, validates and saves."""
+    """Translate the intervals at which a run logs, validates and saves."""
     words: dict[str, Any] = {}
     if given.get("logging_steps", 0) >= 1:
         words["trainer.log_every_steps"] = int(given["logging_steps"])
@@ -341,7 +341,7 @@ def precision_of(given: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as Hydra reads it."""
+    """Format a value for Hydra."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{shown(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):

@@ -102,7 +102,7 @@ REFUSED = {  # name -> what to do instead, if it has another value than the defa
     "eval_delay": "validations begin with the first interval; remove it",
     "eval_on_start": "'echelon evaluate' validates weights without training; remove it",
     "push_to_hub": "nothing is uploaded; push the folder export/ after the run",
-    "ignore_data_skip": "a resume goes on with the next sample; remove it",
+    "ignore_data_skip": "a resume continues with the next sample; remove it",
     "parallelism_config": "callbacks distribute a model; docs/callbacks.md",
     "dataloader_multiprocessing_context": "Echelon starts its data workers itself; remove it",
     "dataloader_in_order": "batches are always in order; remove it",

@@ -1,4 +1,4 @@
-"""The key `tuned` of a result of `trainer.tools.tune`: the machine that it was measured on."""
+"""The key `tuned` in a result of `trainer.tools.tune`: the machine on which it was measured."""
 
 import dataclasses
 import platform
@@ -28,7 +28,7 @@ def cpu_name() -> str:
 
 
 def gpu_models(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Return the models of this machine's NVIDIA GPUs, which nothing opens; none if the driver does not tell."""
+    """Return the models of this machine's NVIDIA GPUs without initialising them; empty if unknown."""
     try:
         lines = [line for file in sorted(driver.glob("*/information")) for line in file.read_text().splitlines()]
     except OSError:  # a container may hide them
@@ -37,7 +37,7 @@ def gpu_models(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
 
 
 def differences(tuned: Mapping[str, Any], here: Tuned) -> str:
-    """Return how this machine differs from that of the result, as one line; empty if it does not."""
+    """Describe in one line how this machine differs from the result's; empty if it does not."""
     found = [
         f"{key} {tuned[key]} there, {value} here"
         for key, value in dataclasses.asdict(here).items()

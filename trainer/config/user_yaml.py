@@ -1,4 +1,4 @@
-"""Checks each YAML file that Hydra reads: its encoding, and numbers that YAML 1.1 reads in another base."""
+"""Checks each YAML file that Hydra reads: its encoding, and numbers that YAML 1.1 would parse in another base."""
 
 import contextlib
 import re
@@ -37,7 +37,7 @@ def checked_files() -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that would be read as something else than it shows.
+    """Refuse a file that would be read differently from how it looks.
 
     Raises:
         ConfigError: It is not UTF-8, begins with a byte order mark, or has a number in another base.

@@ -49,7 +49,7 @@ def of_ranks(ranks: int, machine: Machine) -> Group:
 
 
 def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring", library: bool = False) -> Wire:
-    """Return the time of a collective. A part of the tensor passes the hops of a ring one after another.
+    """Return the time of a collective. Each part of the tensor passes the hops of a ring in sequence.
 
     Args:
         algorithm: "ring" or "tree", of an all_reduce.
@@ -74,9 +74,9 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
 def bandwidth(collective: str, group: Group, machine: Machine) -> float:
     """Return the bytes that a rank sends in a second.
 
-    A ring passes each node's border once, so it has the bandwidth across of all ranks of the node. One ring on a
-    shared interface has it, and so have NCCL's rings, one for each network card. In an all-to-all each rank has its own
-    share.
+    A ring crosses each node's boundary once, so it gets the `across` bandwidth of all ranks of the node together. This
+    is true of one ring on a shared interface, and of NCCL's rings, one per network card. In an all-to-all each rank
+    gets only its own share.
     """
     if group.nodes == 1:
         return machine.inside.bytes_per_s
@@ -95,6 +95,6 @@ def two_levels(size: float, group: Group, machine: Machine, across: list[Message
 
 
 def add(wires: Iterable[Wire]) -> Wire:
-    """Return the time of collectives one after another."""
+    """Return the total time of sequential collectives."""
     each = list(wires)
     return Wire(sum(wire.seconds for wire in each), sum(wire.cpu_s for wire in each))

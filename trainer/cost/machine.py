@@ -43,9 +43,9 @@ class Machine:
     Attributes:
         cores_per_rank: CPU cores that a rank has for itself; ranks that share cores have a part of each.
         inside, across: Links between the ranks of a node, and between nodes.
-        memory_bytes: Of a rank's device; None if it is unknown.
-        disk_bytes_per_s: Rate of writing, until the bytes are on the disk.
-        background: The library's collectives run beside the passes, as NCCL's do. gloo's hold the thread that computes.
+        memory_bytes: Memory of a rank's device; None if unknown.
+        disk_bytes_per_s: Rate of writing, including the sync to disk.
+        background: The library's collectives overlap with the passes, like NCCL's. gloo's block the computing thread.
     """
 
     ranks: int
@@ -69,7 +69,7 @@ def to_json(machine: Machine) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Machine:
-    """Return the machine of `to_json`."""
+    """Invert `to_json`."""
 
     def rate(number: float | None) -> float:
         return math.inf if number is None else number

@@ -74,10 +74,10 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """The change that a callback makes to the cost of a step. This class makes none.
+    """The change that a callback makes to the cost of a step; by default none.
 
-    A callback whose effect is a number sets an attribute. One that communicates or schedules in its own way has a
-    subclass in its folder. `Callback.cost` returns it.
+    A callback whose effect is a number sets an attribute. One with its own communication or schedule has a subclass in
+    its folder. `Callback.cost` returns the object.
 
     Attributes:
         left_out: The effect that the model leaves out, for `Prediction.unknown`.
@@ -157,7 +157,7 @@ class Cost:
         return StepCost(0.0, 0.0)
 
     def hold(self, setup: "Setup", held: Held) -> Held:
-        """Return the bytes of a rank that has this callback, too."""
+        """Return the bytes that a rank holds with this callback."""
         return held
 
 
@@ -166,8 +166,8 @@ class Setup:
     """A machine, a workload and a choice of callbacks and settings.
 
     Attributes:
-        costs: Of each callback that the model knows, by name.
-        unknown: What was chosen, and has an effect that the model leaves out.
+        costs: The cost of each callback that the model knows, by name.
+        unknown: Choices whose effect the model leaves out.
     """
 
     machine: Machine

@@ -1,8 +1,8 @@
 """Simulates a rank's step: one thread that computes, one link that carries jobs, and the cores that both need.
 
 A task is a stretch of computing. It may wait for jobs, and its end may start jobs. The link serves one started job at a
-time, the most urgent first, and never interrupts one. Both sides move as fluids. A task takes one core or what the rank
-has, a phase of a job a part of a core. When cores are short, the phase goes on as an equal, so both slow down.
+time, the most urgent first, without preemption. Both progress continuously. A task takes one core, or less if the rank
+has less, and a phase of a job takes part of a core. When cores are short, task and phase share them, so both slow down.
 """
 
 import heapq
@@ -33,10 +33,10 @@ class Task(NamedTuple):
 
 
 def rates(cores: float, computing: bool, demand: float) -> tuple[float, float]:
-    """Return the speeds of the task and of the phase, of their speeds alone.
+    """Return the speeds of the task and of the phase, relative to running alone.
 
     Args:
-        cores: Of the rank; less than 1 if ranks share a core.
+        cores: The rank's cores; less than 1 if ranks share a core.
         demand: Cores that the phase takes; 0 without a phase.
     """
     own = min(1.0, cores)

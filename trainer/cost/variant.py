@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 
 class Situation(NamedTuple):
-    """The run for which a search asks.
+    """The run that is being searched.
 
     Attributes:
-        blocks: Of the model, between which a pipeline may cut it; 0: none are known.
+        blocks: The model's blocks, between which a pipeline may cut it; 0: unknown.
         step: The step at which a trial begins.
     """
 

@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one rank that no choice changes, measured without communication on the machine's cores.
+    """The work of one rank that does not depend on choices, measured without communication on the machine's cores.
 
-    The fields with a default sharpen the prediction, and may be left out.
+    The fields with a default improve the prediction, and may be left out.
     """
 
     parameters: tuple[int, ...]  # elements of each, in the model's order
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of a step. `unknown` names what was chosen and has an effect that the model leaves out."""
+    """The prediction of a step. `unknown` names the choices whose effect the model leaves out."""
 
     step_s: float
     parts: Mapping[str, float]  # data, compute, communication (exposed), codec, optimizer, other: sum to step_s

@@ -1,4 +1,4 @@
-"""Counts and lists samples that can't be read; their micro-batches leave them out, and too many end the run."""
+"""Counts and lists unreadable samples, which micro-batches leave out; too many of them end the run."""
 
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -27,12 +27,12 @@ class Bad(NamedTuple):
 
 
 class BadSamples:
-    """The list of an epoch's bad samples, one line each, in a file of rank 0. A resume loses and repeats none.
+    """Lists an epoch's bad samples, one line each, in a file on rank 0. A resume neither loses nor repeats any.
 
     Args:
         path: Path of the file.
-        limit: Bad samples that an epoch may have.
-        gather: Returns on every rank the values of all ranks. A collective.
+        limit: The number of bad samples that an epoch may have.
+        gather: Returns the values of all ranks on every rank. A collective.
     """
 
     def __init__(self, path: Path, limit: int, gather: Callable[[Any], list[Any]], rank: int) -> None:
@@ -41,14 +41,15 @@ class BadSamples:
         self.saved = {"bytes": 0, "kept": ""}
 
     def begin(self) -> None:
-        """Cut off the lines that were written after the resumed checkpoint. Called on rank 0."""
+        """Truncate the lines that were written after the resumed checkpoint. Called on rank 0."""
         self.file.go_on(self.saved)
 
     def take(self, step: int, epoch: int, bad: Sequence[Bad], data_rank: int) -> None:
         """Count and list the bad samples of all ranks in a step. A collective.
 
         Args:
-            data_rank: Of this rank. Samples that several ranks read count once.
+            data_rank: This rank's index among those that read different samples. Samples that several ranks read count
+                once.
 
         Raises:
             DataError: The epoch has more than the limit. Raised on all ranks.
@@ -80,7 +81,7 @@ def allowed(share: float, samples: int) -> int:
 
 
 def replace_bad(micros: Iterator[Any]) -> Generator[Any]:
-    """Yield micro-batches. A micro-batch whose samples are all bad gets another one's batch, with weight 0.
+    """Yield micro-batches, replacing one whose samples are all bad by another one's batch with weight 0.
 
     Raises:
         DataError: The first `LEAST` micro-batches have no good sample.

@@ -1,4 +1,4 @@
-"""The batches of one rank between two optimizer steps: how they are cut, and how much they weigh."""
+"""The batches of one rank between two optimizer steps: how they are split, and how they are weighted."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from trainer.errors import DataError
 
 @dataclass(frozen=True)
 class Split:
-    """The cut of a step's samples: over the ranks, then on each rank over micro-batches.
+    """The split of a step's samples over ranks, and then over micro-batches on each rank.
 
     Args:
-        samples: Of the step, over all ranks.
-        shares: The number of ranks, which then have even shares; or the samples of each rank.
-        accumulate: Micro-batches of every rank, or of each. No rank has fewer samples.
+        samples: The step's samples, over all ranks.
+        shares: The number of ranks, if they have even shares; or the samples of each rank.
+        accumulate: The number of micro-batches, for all ranks or for each. No rank has fewer samples than that.
     """
 
     samples: int
@@ -63,22 +63,22 @@ class Micro(NamedTuple):
 
 
 class Step:
-    """The micro-batches of one rank between two optimizer steps. Iterating gives each batch on the device, with its
-    weight, and once.
+    """The micro-batches of one rank between two optimizer steps. Iterating yields each batch once, on the device, with
+    its weight.
 
-    Weights and bad samples are known before. A batch stays on the host until the batch before it is given out, and the
-    step keeps no batch after it is given out.
+    Weights and bad samples are known in advance. A batch stays on the host until the previous one has been yielded, and
+    the step keeps no batch that it has yielded.
 
     Args:
-        micros: With an `Upload` for a batch that is not on the device yet.
-        following: First micro-batch of the next step, whose upload begins with the last batch of this one.
+        micros: Micro-batches, with an `Upload` for a batch that is not on the device yet.
+        following: The next step's first micro-batch, whose upload begins with the last batch of this step.
 
     Attributes:
         reduces: The last backward pass reduces the gradients over ranks.
     """
 
     reduces = True
-    _parts: Sequence[list[Ref]] = ()  # of `refs`, by micro-batch; a step that is made of another has none
+    _parts: Sequence[list[Ref]] = ()  # `refs` by micro-batch; empty for a step that is derived from another
 
     def __init__(self, micros: Sequence[Micro], following: Sequence[Micro] = ()) -> None:
         self.weights: list[int] = []
@@ -108,7 +108,7 @@ class Step:
         return batch.wait() if isinstance(batch, Upload) else batch
 
     def current(self) -> list[Ref]:
-        """Return the samples of the batch that was given out last."""
+        """Return the samples of the batch that was yielded last."""
         if not self._parts:
             return []
         given = min(self._all - len(self._batches), len(self._parts))
@@ -117,22 +117,22 @@ class Step:
     @during(Phase.UPLOAD)
     def _uploaded(self) -> Any:
         batch = self._batches.popleft()
-        batch.wait()  # before the next begins, for it waits for all that has begun
+        batch.wait()  # before the next upload begins, because this waits for all uploads that have begun
         if self._batches:
             self._batches[0].begin()
         return batch.take()
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in `batch`, of the sequences that are packed there, or of a list of texts.
+    """Return the length of the first tensor in `batch`, or the number of packed sequences or of texts in a list.
 
-    Samples may stay objects of their own, as images of several sizes do: a list of them, or `tuple(zip(*samples))`.
+    Samples may also stay separate objects, such as images of several sizes: a list of them, or `tuple(zip(*samples))`.
     """
     whole = batch
     while not isinstance(batch, Tensor):
         if isinstance(batch, PackedSequence):
             return int(batch.batch_sizes[0])
-        if isinstance(batch, (list, tuple)) and batch:  # each step would build a union
+        if isinstance(batch, (list, tuple)) and batch:  # `list | tuple` would build a union in each step
             first = batch[0]
             if isinstance(first, str) and all(isinstance(each, str) for each in batch):  # such as names of files
                 return len(batch)
@@ -155,7 +155,7 @@ def count_samples(batch: Any) -> int:
 
 
 def count_objects(batch: Any) -> int | None:
-    """Return the samples of a batch in which each is an object of its own; None if tensors have a row for each."""
+    """Return the number of samples if each is a separate object; None if tensors have a row for each sample."""
     columns = list(batch.values()) if isinstance(batch, Mapping) else batch
     if not isinstance(columns, list | tuple) or not columns or not isinstance(columns[0], list | tuple | Mapping):
         return None
@@ -182,7 +182,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def steps_from(start: int, split_at: Callable[[int], Split]) -> Iterator[tuple[int, Split]]:
-    """Yield the first position of each step and its split, for ever."""
+    """Yield the first position of each step and its split, endlessly."""
     while True:
         split = split_at(start)
         yield start, split

@@ -1,4 +1,4 @@
-"""Notices changes of a data set whose samples are read ahead, or of which data workers have copies."""
+"""Detects changes to a data set whose samples are read ahead, or of which data workers have copies."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Copies:
-    """The numbers and texts that a data set has as attributes, also those of a data set that it wraps.
+    """The numbers and texts among the attributes of a data set, and of data sets that it wraps.
 
     Args:
         dataset: The data set, before samples are read.
@@ -25,17 +25,17 @@ class Copies:
         ]
 
     def changed(self) -> str:
-        """Return the first attribute that user code has changed since, for an error; empty if none has."""
+        """Describe the first attribute that user code has changed since then; empty if none has changed."""
         for part, name, value in self.kept:
             if (now := vars(part).get(name, value)) != value:
                 return f"{type(part).__name__}.{name}: was changed from {value!r} to {now!r}"
         return ""
 
     def unchanged(self, step: T) -> T:
-        """Return the data of a step that workers have loaded.
+        """Return a step that workers have loaded.
 
         Raises:
-            ConfigError: User code has changed an attribute since.
+            ConfigError: User code has changed an attribute since then.
         """
         if what := self.changed():
             raise ConfigError(
@@ -44,7 +44,7 @@ class Copies:
         return step
 
     def refuse_before(self, step: int) -> None:
-        """Refuse a change by a hook that runs before step `step` + 1; at a resume, log it.
+        """Refuse a change by a hook that runs before step `step` + 1; on a resume, log it instead.
 
         Raises:
             ConfigError: A new run would read other samples in its first step than in later ones.
@@ -59,7 +59,7 @@ class Copies:
 
 
 def parts_of(dataset: Any) -> Iterator[Any]:
-    """Yield a data set, then what a Subset or a ConcatDataset is of."""
+    """Yield a data set, then the data sets inside a Subset or a ConcatDataset."""
     yield dataset
     for inner in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
         if inner is not None:

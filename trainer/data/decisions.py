@@ -1,4 +1,4 @@
-"""Decisions about the split of later steps: made during a run, written to a file, and repeated by a resume."""
+"""Decisions about the split of later steps: made during a run, written to a file, and repeated on a resume."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,20 +11,20 @@ from trainer.files import Appended, write_whole
 
 
 class Decision(NamedTuple):
-    samples: int  # position of the run when it was made
-    position: int  # from which on it holds, ahead of all that was loaded when it was made
-    value: dict[str, Any]  # of JSON values
+    samples: int  # the run's position when the decision was made
+    position: int  # the position from which it applies, beyond everything that was loaded when it was made
+    value: dict[str, Any]  # JSON values
 
 
 class Decisions:
-    """The decisions of a run, the same on all ranks: a pure function of the position, once they are made.
+    """The decisions of a run, equal on all ranks: once made, they are a pure function of the position.
 
-    A checkpoint has the decisions up to its step. The file has those after it too, so that a resume which follows them
-    repeats the bits of the run.
+    A checkpoint has the decisions up to its step. The file also has later ones, so that a resume that follows them
+    repeats the run bit for bit.
 
     Args:
-        path: Of the file, which rank 0 writes, one line each.
-        made_with: The settings that decisions follow from. Decisions that were made with others are dropped.
+        path: The file to which rank 0 writes each decision as a line.
+        made_with: The settings on which decisions depend. Decisions that were made with others are dropped.
     """
 
     def __init__(self, path: Path, rank: int, made_with: Mapping[str, Any]) -> None:
@@ -33,15 +33,15 @@ class Decisions:
         self.replaced: bytes | None = None  # the file's content without lines of other decisions
 
     def begin(self, manifest: Mapping[str, Any], name: str, first: Callable[[Any], Any]) -> None:
-        """Take the decisions of a checkpoint, then those of the file that were made after it. A collective.
+        """Load the decisions of a checkpoint, then later ones from the file. A collective.
 
         Args:
-            manifest: Of the checkpoint; empty for a new run.
-            name: Of the callback that decides.
-            first: Gives every rank the value of rank 0.
+            manifest: The checkpoint's manifest; empty for a new run.
+            name: Name of the callback that decides.
+            first: Returns rank 0's value on every rank.
 
         Raises:
-            ConfigError: The checkpoint's decisions are none.
+            ConfigError: The checkpoint's decisions are malformed.
         """
         saved, samples = manifest.get("decisions", {}).get(name), manifest.get("samples", 0)
         goes_on = fits(saved, dict) and saved.get("made_with") == self.made_with
@@ -53,7 +53,7 @@ class Decisions:
         self.made = [Decision(*one) for one in made]
 
     def _later(self, samples: int, least: int) -> list[list[Any]]:
-        """Read the decisions of the file that were made at `least` or later."""
+        """Read the decisions in the file that were made at position `least` or later."""
         lines = self.file.path.read_bytes().splitlines(keepends=True) if self.file.path.exists() else []
         later: list[list[Any]] = []
         kept: list[bytes] = []
@@ -68,19 +68,19 @@ class Decisions:
         return later
 
     def follows(self, samples: int) -> bool:
-        """Return whether what is decided at `samples` is among the decisions of an interrupted run."""
+        """Return whether the decision at `samples` repeats one of the interrupted run."""
         return bool(self.made) and samples <= self.made[-1].samples
 
     def at(self, position: int) -> dict[str, Any] | None:
-        """Return what holds at `position`; None before the first decision."""
+        """Return the decision in force at `position`; None before the first one."""
         return next((one.value for one in reversed(self.made) if one.position <= position), None)
 
     def made_by(self, samples: int) -> dict[str, Any] | None:
-        """Return what was decided last, up to `samples`, whether it holds yet or not."""
+        """Return the last decision that was made up to `samples`, whether or not it is in force yet."""
         return next((one.value for one in reversed(self.made) if one.samples <= samples), None)
 
     def add(self, samples: int, position: int, value: dict[str, Any]) -> None:
-        """Decide what holds from `position` on. Decisions that no later step needs are dropped."""
+        """Add a decision that applies from `position` on. Decisions that no later step needs are dropped."""
         self.made.append(Decision(samples, position, value))
         while len(self.made) > 1 and self.made[1].position <= samples:
             del self.made[0]
@@ -100,7 +100,7 @@ class Decisions:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a line's decision; None for a line that a killed process has left unfinished."""
+    """Parse a line; None for one that a killed process has left unfinished."""
     try:
         one = json.loads(line)
     except ValueError:
@@ -114,12 +114,12 @@ def refuse_fixed_split(key: str, lockstep: bool, order: Any) -> None:
     """Refuse strategies and data whose split a callback can't change.
 
     Args:
-        key: Of the callback.
+        key: The callback's key.
         lockstep: Forward passes communicate.
-        order: Of the samples; None: the recipe yields batches.
+        order: The order of the samples; None: the recipe yields batches.
 
     Raises:
-        ConfigError: The message has the reason and the way out.
+        ConfigError: The message has the reason and the fix.
     """
     name = key.removeprefix("callbacks.")
     if lockstep:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Upload:
-    """The copy of one batch to the device of `stream`, which runs while another batch is computed."""
+    """The copy of one batch to the device of `stream`, which overlaps with the computation of another batch."""
 
     def __init__(self, batch: Any, stream: torch.cuda.Stream) -> None:
         self.batch, self.stream, self.begun = batch, stream, False
 
     def begin(self) -> None:
         if not self.begun:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # it may use the memory still
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # it may still be using the memory
             with torch.cuda.stream(self.stream):
                 self.batch, self.begun = map_tensors(self.batch, self._copy), True
 
@@ -38,12 +38,12 @@ class Upload:
             value = value.pin_memory()  # a copy from pageable memory would block this thread
         try:
             return value.to(self.stream.device, non_blocking=True)
-        except TypeError:  # its `to` takes a device alone
+        except TypeError:  # its `to` accepts only a device
             return value.to(self.stream.device)
 
 
 def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterator[Any]:
-    """Yield micro-batches with their `batch` on the device, and copy each while the one before is computed."""
+    """Yield micro-batches with their `batch` on the device, copying each while the previous one is computed."""
     if stream is None:
         yield from micros
         return
@@ -51,7 +51,7 @@ def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterato
     for following in itertools.chain(micros, [None]):
         given = ahead.pop() if ahead else None
         if given:
-            given[1].wait()  # before the next copy begins: `wait` waits for all copies that have begun
+            given[1].wait()  # before the next copy begins, because `wait` waits for all copies that have begun
         if following is not None:
             ahead.append((following._replace(batch=None), Upload(following.batch, stream)))
             ahead[0][1].begin()
@@ -60,8 +60,7 @@ def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterato
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with each tensor, and each other object that has `to`, changed: in new containers of the same
-    classes."""
+    """Apply `change` to each tensor in `value`, and to other objects that have `to`, in copies of the containers."""
     if isinstance(value, Tensor):
         return change(value)
     kind: Any = type(value)

@@ -1,4 +1,4 @@
-"""Iterates over batches again and again, with random numbers that a resume repeats."""
+"""Iterates over batches repeatedly, with random numbers that a resume reproduces."""
 
 import hashlib
 import itertools
@@ -19,7 +19,7 @@ from trainer.errors import DataError
 from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
 
-MOST = 1 << 16  # values of a tensor that `digest` reads
+MOST = 1 << 16  # the most values of a tensor that `digest` reads
 
 
 def replay(
@@ -27,12 +27,12 @@ def replay(
 ) -> Generator[Micro]:
     """Yield the batches of `source`; a replay draws the same random numbers.
 
-    `random` and NumPy are seeded at the start, since the trainer draws nothing from them between batches. Before each
-    batch, torch is seeded, since training draws from it.
+    `random` and NumPy are seeded at the start, because the trainer does not use them between batches. Torch is seeded
+    before each batch, because training uses it.
 
     Args:
-        weight: Counts the items of a batch; None: its samples are counted.
-        given: What the recipe returned, if `source` is this rank's part of it.
+        weight: Counts the items of a batch; None: count its samples.
+        given: The recipe's own iterable, if `source` is this rank's part of it.
     """
     seed_all(key)
     count, given = weight or count_samples, source if given is None else given
@@ -54,7 +54,7 @@ def replay(
 
 
 def why_no_batch(source: Iterable[Any], walked: int) -> str:
-    """Return why a pass over training data gave no batch, and the way out, after `walked` passes that gave some."""
+    """Explain why a pass over training data yielded no batch, and how to fix it, after `walked` non-empty passes."""
     source = source.source if isinstance(source, FirstOf) else source
     if not walked and isinstance(source, Batches):
         few = f"stream has fewer samples on this rank than micro_batch={source.micro}"
@@ -70,10 +70,10 @@ def why_no_batch(source: Iterable[Any], walked: int) -> str:
 
 
 def refuse_other_size(source: object, batch: Any, split: Split) -> None:
-    """Refuse a batch that has another number of samples than a micro-batch of `split`: rates are computed from that.
+    """Refuse a batch whose number of samples differs from a micro-batch of `split`, from which rates are computed.
 
-    A batch without a tensor to count samples by passes. So does one of a DataLoader that draws as many samples: its
-    `collate_fn` may leave some out.
+    A batch without a tensor to count samples by passes. So does one from a DataLoader that draws as many samples,
+    because its `collate_fn` may leave some out.
 
     Raises:
         DataError: The number of samples differs.
@@ -94,7 +94,7 @@ def refuse_other_size(source: object, batch: Any, split: Split) -> None:
 
 
 def way_of_samples(source: Any) -> str:
-    """Return how an iterable yields samples instead of batches; empty if it is known to yield either."""
+    """Return a hint on how to yield samples instead of batches; empty if `source` is known to yield either."""
     source = source.source if isinstance(source, FirstOf) else source
     if isinstance(source, list | tuple):
         return ". For a list of samples, return a Dataset"
@@ -105,7 +105,7 @@ def way_of_samples(source: Any) -> str:
 
 
 def warn_of_same_batches(batch: Any, data_rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Warn if ranks have the same first batch: they would all train on one rank's data. A collective."""
+    """Warn if ranks have the same first batch, because they would all train on the same data. A collective."""
     found: dict[int, str] = dict(gather([data_rank, digest(batch)]))
     if len(set(found.values())) < len(found):
         log.warning(
@@ -115,7 +115,7 @@ def warn_of_same_batches(batch: Any, data_rank: int, gather: Callable[[Any], lis
 
 
 def digest(batch: Any) -> str:
-    """Return a hash of the values in `batch`. Objects without a value in their text have another one on each rank."""
+    """Return a hash of the values in `batch`. An object whose text lacks its value hashes differently on each rank."""
     hashed = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -136,7 +136,7 @@ def digest(batch: Any) -> str:
 
 
 def preserve_rng_state(micros: Iterator[Micro]) -> Generator[Micro]:
-    """Yield `micros`, then restore the states of `random` and NumPy: a training iterable may draw from these."""
+    """Yield `micros`, then restore the states of `random` and NumPy, which a training iterable may use."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield from micros

@@ -1,4 +1,4 @@
-"""Limits data to its first batches: for a quick look, and to see whether a model can learn a few samples by heart."""
+"""Limits data to its first batches: for a quick check, or to see whether a model can memorise a few samples."""
 
 import hashlib
 import itertools
@@ -13,7 +13,7 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class FirstOf:
-    """The first `batches` of an iterable, each time it is walked. A rank counts its own."""
+    """The first `batches` of an iterable in each pass. Each rank counts its own."""
 
     source: Iterable[Any]
     batches: int
@@ -27,23 +27,23 @@ class FirstOf:
 
     @property
     def fingerprint(self) -> str:
-        """Tell a limit from another one: what an iterable has is not known."""
+        """Distinguish different limits, because an iterable's content is unknown."""
         return f"iterable first {self.batches}"
 
 
 def first_batches(source: Any, batches: int | None, batch: int, micros: int, key: str) -> Any:
-    """Return training data without what follows its first `batches`.
+    """Return the first `batches` of training data.
 
-    Samples are the first ones of the stored order. An iterable is walked to this batch, then anew.
+    Samples are the first ones in the stored order. An iterable is restarted after its first batches.
 
     Args:
-        batches: None keeps the data whole.
-        batch: The samples of a batch.
-        micros: Those of a rank's iterable that make a batch.
+        batches: None returns all data.
+        batch: Samples per batch.
+        micros: Batches of a rank's iterable that make up one batch.
         key: The setting, for errors.
 
     Raises:
-        ConfigError: An iterable can't be walked anew.
+        ConfigError: An iterable can't be restarted.
     """
     if batches is None or source is None:
         return source
@@ -51,14 +51,14 @@ def first_batches(source: Any, batches: int | None, batch: int, micros: int, key
         return first_samples(source, batches * batch)
     if is_used_up(source):
         raise ConfigError(
-            f"{key}={batches}: recipe.data('train') is a {type(source).__name__}, which can be walked only once; "
-            "give trainer.max_steps instead, or return an object whose __iter__ starts anew"
+            f"{key}={batches}: recipe.data('train') is a {type(source).__name__}, which can be iterated only once; "
+            "give trainer.max_steps instead, or return an object whose __iter__ starts over"
         )
     return FirstOf(source, batches * micros)
 
 
 def first_validation(source: Any, batches: int | None, batch: int) -> Any:
-    """Return validation data without what follows its first `batches`. Each rank counts its iterable's own."""
+    """Return the first `batches` of validation data. Each rank counts the batches of its own iterable."""
     if batches is None or source is None:
         return source
     if isinstance(source, Several):
@@ -67,7 +67,7 @@ def first_validation(source: Any, batches: int | None, batch: int) -> Any:
 
 
 def first_samples(source: Samples, most: int) -> Samples:
-    """Return the first `most` samples, or all if there are fewer. Each data set of a mixture gives its share."""
+    """Return the first `most` samples, or all if there are fewer. Each data set of a mixture contributes its share."""
     total, done = sum(weight for _, weight in source.mixed), 0.0
     rest, counts = iter(source.counts), list[int]()
     for shards, weight in source.mixed or [(len(source.counts), 1.0)]:

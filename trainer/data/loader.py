@@ -1,4 +1,4 @@
-"""Loads the batches of a rank, in an order, from data workers: steps for training, micro-batches for validation."""
+"""Loads a rank's batches in order from data workers: steps for training, micro-batches for validation."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ from trainer.log import Terminal, doing, log
 from trainer.rng import ITERABLE, mix
 
 CPU = torch.device("cpu")
-AHEAD = 1.5  # steps that the workers load ahead, so that they work while a step is computed
+AHEAD = 1.5  # steps that the workers load ahead, so that they keep working while a step is computed
 
 
 class Loader:
@@ -38,16 +38,16 @@ class Loader:
     Args:
         source: Samples by reference, or an iterable of batches.
         order: The order of the samples; None for an iterable.
-        split: The split of a step if `train` gets no other; validation has its largest micro-batch. Workers
-            load ahead by its micro-batches, or by those of the first step's split if these are more.
+        split: The split of a step, unless `train` gets another; validation uses its largest micro-batch. The number of
+            micro-batches loaded ahead follows from it, or from the first step's split if that has more.
         validation: Data of the same two kinds, or several, or None.
         timeout_s: Limit of the wait for a data worker.
         ranks_on_node: Ranks that share the folder of downloaded shards.
         collate: Makes a batch from samples.
-        weight: Items that the loss of a batch averages over; None counts samples.
+        weight: Counts the items that the loss of a batch averages over; None counts samples.
 
     Attributes:
-        takes_own: A data set's `validation_batch` goes before the split, for validation.
+        takes_own: For validation, a data set's `validation_batch` takes precedence over the split.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class Loader:
         self.rank, self.seed, self.timeout_s, self.device = rank, seed, timeout_s, device
         self.ranks_on_node, self.collate, self.weight, self.takes_own = ranks_on_node, collate, weight, True
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.log_once = cache(log.info)  # what each pass over the data would log again
+        self.log_once = cache(log.info)  # otherwise each pass over the data would log the same
         self._parts: dict[tuple[int, bool], Iterable[Any]] = {}  # this rank's, by iterable and whether it trains
-        # Weak: a generator that is dropped ends, too.
+        # Weak references, so that a dropped generator ends.
         self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
 
     def train(
         self, start: int, split_at: Callable[[int], Split] | None = None, stop: float = math.inf
     ) -> Iterator[Step]:
-        """Yield steps for ever, from position `start` of the stream of samples on.
+        """Yield steps endlessly, from position `start` of the stream of samples on.
 
         Args:
-            split_at: Split of the step at a position. A pure function: a resume calls it anew.
-            stop: Position from which on no shard is downloaded ahead.
+            split_at: Returns the split of the step at a position. It must be pure, because a resume calls it again.
+            stop: Position from which no more shards are downloaded ahead.
         """
         steps = partial(steps_from, split_at=split_at or (lambda _: self.split))
         if isinstance(self.source, Samples):
@@ -91,7 +91,7 @@ class Loader:
             micros = self._iterated(self.source, steps, start)
         if stream := self.stream:
             micros = map(partial(to_upload, stream=stream), micros)
-        ahead: list[Micro] = []  # with a stream, the first of the next step, which is uploaded during this one
+        ahead: list[Micro] = []  # with a stream, the next step's first micro-batch, which is uploaded during this step
         own = itertools.repeat(self.split.micros(self.rank))
         for count in (split.micros(self.rank) for _, split in steps(start)) if split_at else own:
             now = [*ahead, *itertools.islice(micros, count - len(ahead))]
@@ -105,7 +105,7 @@ class Loader:
             del step
 
     def copies(self) -> Copies:
-        """Return the attributes that a map-style training data set has now; none of other data."""
+        """Record the present attributes of a map-style training data set; other data has none."""
         reader = self.source.reader if isinstance(self.source, Samples) else None
         return Copies(getattr(reader, "dataset", None))
 
@@ -115,7 +115,7 @@ class Loader:
         return {prefix: partial(self.validate, source) for prefix, source in found.items()}
 
     def validate(self, source: Samples | Stream | Iterable[Any] | None = None) -> Iterator[Micro]:
-        """Yield every sample of `source`, or else of `validation`, once over all ranks, in the stored order.
+        """Yield every sample of `source`, by default of `validation`, once over all ranks, in the stored order.
 
         The last micro-batch may be smaller, and a rank may have none.
         """
@@ -133,10 +133,10 @@ class Loader:
         return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
     def first_batches(self, samples: int, what: str) -> Generator[Micro]:
-        """Yield this rank's micro-batches of the first steps of training, up to so many samples.
+        """Yield this rank's micro-batches of the first training steps, up to `samples` samples.
 
-        The terminal shows `what` they are for. The position of `train` stays. A bad sample is left out, instead of
-        replaced. The data are samples by reference.
+        The terminal shows `what` they are for. The position of `train` does not change. Bad samples are left out, not
+        replaced. The data must be samples by reference.
         """
         order, source = self.order, self.source
         assert order is not None and isinstance(source, Samples)
@@ -187,7 +187,7 @@ class Loader:
                 yield local[slice(*near_equal(len(local), part, accumulate))]
 
     def _step_ends(self, steps: Iterator[tuple[int, Split]]) -> Iterator[bool]:
-        """Yield for each micro-batch whether it is its step's last."""
+        """Yield whether each micro-batch is the last of its step."""
         for _, split in steps:
             yield from itertools.repeat(False, split.micros(self.rank) - 1)
             yield True
@@ -218,7 +218,7 @@ class Loader:
         return iter(lambda: list(itertools.islice(refs, size)), [])
 
     def _size(self, source: Samples) -> int:
-        """Return the samples of a micro-batch of validation."""
+        """Return the size of a validation micro-batch."""
         own = getattr(getattr(source.reader, "dataset", None), "validation_batch", None)
         return own if own and self.takes_own else self.split.micro
 
@@ -248,7 +248,7 @@ class Loader:
         Args:
             needs: Yields the shards of the micro-batches up to each end.
             ahead: Micro-batches that each worker loads ahead.
-            ends: Tells of each micro-batch whether it is such an end; None: each is.
+            ends: Yields whether each micro-batch is such an end; None: all are.
         """
         to_load, to_name, later = itertools.tee(micro_refs, 3)
         workers, timeout_s = self.options.workers, self.timeout_s
@@ -274,7 +274,7 @@ class Loader:
                         passed()
                     batch, weight, bad = fetched
                     micro = Micro(batch, weight, refs, bad)
-                    del fetched, batch  # so that the consumer alone keeps the batch
+                    del fetched, batch  # so that only the consumer keeps the batch
                     yield micro
                     del micro
         except (FileNotFoundError, RuntimeError) as error:
@@ -284,10 +284,10 @@ class Loader:
 
 
 class Fetch:
-    """The dataset of a DataLoader: loads a batch, its weight, and the list of its bad samples, in a worker.
+    """The dataset of a DataLoader: in a worker, loads a batch, its weight and the list of its bad samples.
 
-    If all samples are bad, the batch is None. An error of the data is returned: if raised, its message would have the
-    worker's traceback.
+    If all samples are bad, the batch is None. Data errors are returned, because raising one would add the worker's
+    traceback to its message.
     """
 
     def __init__(self, source: Samples, collate: Callable[[list[Any]], Any], weight: Callable[[Any], int]) -> None:
@@ -315,7 +315,7 @@ class Fetch:
 
 
 def shown(micros: Iterator[Micro], batches: int, what: str = "validating") -> Generator[Micro]:
-    """Show on the terminal which of the `batches` is there; 0: their number is not known."""
+    """Show on the terminal which of the `batches` has been reached; 0: their number is unknown."""
     with doing(what):
         for number, micro in enumerate(micros, start=1):
             Terminal.doing = f"{what} {number}/{batches}" if batches else f"{what} {number}"

@@ -1,4 +1,4 @@
-"""Random generators that a data set or its transforms keep as attributes, seeded for each sample as global ones are."""
+"""Random generators that a data set or its transforms keep as attributes; seeded per sample, like the global ones."""
 
 import random
 from collections import deque
@@ -14,12 +14,12 @@ from trainer.rng import GOLDEN, MASK
 
 KINDS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 LEAVES = (str, bytes, int, float, Tensor, np.ndarray, nn.Module, type, FunctionType, ModuleType, type(None))
-MOST = 10_000  # objects that are looked at
-MEMBERS = 100  # of a list or a dict: longer ones have samples
+MOST = 10_000  # the most objects that are searched
+MEMBERS = 100  # the longest list or dict that is searched; longer ones contain samples
 
 
 def generators_in(root: Any) -> list[Any]:
-    """Return the generators in the attributes of an object, of its class, and of what these have. Each comes once."""
+    """Find the generators in the attributes of an object and its class, recursively. Each is returned once."""
     ahead, seen, found = deque([root]), {id(root)}, list[Any]()
     while ahead and len(seen) < MOST:
         value = ahead.popleft()
@@ -45,7 +45,7 @@ def parts_of(value: Any) -> Iterator[Any]:
 
 
 def seed_each(generators: list[Any], key: int) -> None:
-    """Seed the generators, each by another number that follows from `key`."""
+    """Seed each generator with a different number derived from `key`."""
     for generator in generators:
         key = key + GOLDEN & MASK
         if isinstance(generator, np.random.RandomState):

@@ -11,11 +11,11 @@ from trainer.data.resize import cut_batch
 
 
 class Parts(Step):
-    """A step whose batches are cut into parts of at most `most` samples. No pass reduces gradients.
+    """A step whose batches are cut into parts of at most `most` samples. No backward pass reduces gradients.
 
     Args:
         weigh: Counts the items of a part.
-        key: Of the callback that cuts, for errors.
+        key: The calling callback's key, for errors.
     """
 
     reduces = False
@@ -31,7 +31,7 @@ class Parts(Step):
             yield from zip(cut, self.parts[-1], strict=True)
 
     def merge(self, losses: list[Tensor]) -> list[Tensor]:
-        """Return the loss of each batch: the mean over its items."""
+        """Combine the losses of the parts into each batch's loss, the mean over its items."""
         rest = iter(losses)
         return [merged([(next(rest), weight) for weight in weights]) for weights in self.parts]
 

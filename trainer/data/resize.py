@@ -1,4 +1,4 @@
-"""Cuts a batch into smaller ones, and makes larger ones of its samples, in memory."""
+"""Cuts a batch in memory into smaller ones, or repeats its samples to make a larger one."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -17,10 +17,10 @@ def cut_batch(batch: Any, most: int, key: str) -> list[Any]:
     """Cut a batch along dimension 0 into the fewest parts of at most `most` samples. The parts are views.
 
     Args:
-        key: Of the callback that cuts, for errors.
+        key: The calling callback's key, for errors.
 
     Raises:
-        DataError: A part of the batch is no tensor with one row for each sample.
+        DataError: The batch contains something other than tensors with one row per sample.
     """
     samples = count_samples(batch)
     parts = -(-samples // most)
@@ -32,10 +32,10 @@ def cut_batch(batch: Any, most: int, key: str) -> list[Any]:
 
 
 def repeat_batch(batch: Any, samples: int, key: str) -> Any:
-    """Make a batch of `samples` samples: those of `batch`, again and again.
+    """Make a batch of `samples` samples by repeating those of `batch`.
 
     Raises:
-        DataError: A part of the batch is no tensor with one row for each sample.
+        DataError: The batch contains something other than tensors with one row per sample.
     """
     count = count_samples(batch)
     refuse_uncuttable(batch, count, key)
@@ -43,7 +43,7 @@ def repeat_batch(batch: Any, samples: int, key: str) -> Any:
 
 
 def refuse_uncuttable(batch: Any, samples: int, key: str) -> None:
-    """Refuse a batch that has anything else than tensors with one row for each sample.
+    """Refuse a batch that contains anything other than tensors with one row per sample.
 
     Raises:
         DataError: The message names the part.
@@ -58,7 +58,7 @@ def refuse_uncuttable(batch: Any, samples: int, key: str) -> None:
 
 
 def leaves(value: Any, name: str) -> list[tuple[str, Any]]:
-    """List the parts of a batch that are no containers, with their names."""
+    """List the values in nested containers of a batch, with their names."""
     if isinstance(value, Mapping):
         return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}[{key!r}]")]
     if isinstance(value, list | tuple) and not hasattr(value, "to"):

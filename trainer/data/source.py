@@ -43,21 +43,21 @@ from trainer.rng import RECIPE_DATA, SAMPLE, keyed, mix, mix_each, seed_all
 EPOCH = attrgetter("epoch")
 Transform = Callable[[Any, Generator], Any]
 NAME = re.compile(r"[\w.-]+")  # of one of several data sets
-VIRTUAL_SHARDS = 65536  # a map-style dataset is cut into at most so many, so that shuffling moves single samples
+VIRTUAL_SHARDS = 65536  # the most shards of a map-style dataset, so many that shuffling moves single samples
 
 
 class SampleFault(RuntimeError):
-    """An error in the code of the recipe or the dataset, which made a sample or a batch. The sample is not bad."""
+    """An error in the recipe's or dataset's code while making a sample or a batch. The sample itself is not bad."""
 
 
 class Samples:
-    """Samples by reference, without a state. A data worker has a copy.
+    """Stateless access to samples by reference. Each data worker has a copy.
 
-    Before each sample, `random`, NumPy and torch are seeded from (seed, epoch, sample). So an augmentation depends
-    neither on the number of workers nor on the number of ranks. So are generators that a map-style data set keeps.
+    Before each sample, `random`, NumPy, torch and a map-style data set's own generators are seeded from (seed, epoch,
+    sample). Augmentations therefore depend neither on the number of workers nor on the number of ranks.
 
     Args:
-        mixed: For a mixture: the number of shards and the weight of each data set.
+        mixed: For a mixture, the number of shards and the weight of each data set.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Samples:
         self.reader, self.counts, self.fingerprint = reader, counts, fingerprint
         self.transform, self.seed, self.mixed = transform, seed, mixed
         self.bases = np.concatenate([[0], np.cumsum(counts)]).tolist()
-        self.generators: list[Any] | None = None  # of the data set; None: nobody has looked in this process
+        self.generators: list[Any] | None = None  # the data set's own; None: not searched yet in this process
 
     def order(self, lanes: int, block: int) -> Order | Mixture:
         """Return the order of the samples in training."""
@@ -144,7 +144,7 @@ class Samples:
             raise SampleFault(self._blame(refs[0], error, "the batch from this sample on can't be made: ")) from None
 
     def _misfit(self, ref: Ref, sample: Any, error: Exception, collate: Any) -> Exception:
-        """Return the error of a sample with which `collate` fails, alone or beside the first of its batch."""
+        """Return the error of a sample for which `collate` fails, alone or together with the first one of its batch."""
         if collate is not default_collate:
             return SampleFault(self._blame(ref, error, "does not fit into a batch: "))
         if sample is None:
@@ -153,7 +153,7 @@ class Samples:
         return DataError(f"{self.where(ref)}: does not fit into a batch ({error}); {form}")
 
     def _blame(self, ref: Ref, error: Exception, what: str = "") -> str:
-        """Return a message with the sample and the frames, since a worker passes no traceback on."""
+        """Return a message with the sample and the frames, because a worker does not send its traceback."""
         frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
         return f"{self.where(ref)}: {what}{type(error).__name__}: {error}\n{frames}"
 
@@ -178,7 +178,7 @@ class MapReader:
     def begin_worker(self, worker: int) -> None:
         """Call the `worker_init_fn` of a data set that has one, as a DataLoader of it does."""
         own = getattr(self.dataset, "worker_dataset", self.dataset)
-        object.__setattr__(get_worker_info(), "dataset", own)  # torch lets no one set it
+        object.__setattr__(get_worker_info(), "dataset", own)  # torch forbids a plain assignment
         if init := getattr(self.dataset, "worker_init_fn", None):
             init(worker)
 
@@ -194,10 +194,12 @@ class MapReader:
 
 
 def in_turns(place: Place, each: Callable[[Any], list[Any]], call: Callable[[], Any]) -> Any:
-    """Call in turns: rank 0, which prepares shared files; one rank of each other node; all others. A collective.
+    """Call on rank 0 first, which prepares shared files, then on one rank of each other node, then on all others.
+
+    A collective.
 
     Args:
-        each: Returns on every rank the values of all ranks.
+        each: Returns the values of all ranks on every rank.
     """
     turn = 2 if place.local_rank else 1 if place.rank else 0
     for _ in range(turn):
@@ -228,13 +230,13 @@ def open_source(
     A mapping of names to data sets is opened as `Several`, but not for training.
 
     Args:
-        validates: The samples are not trained on, so `val_transform` makes them; None: unless `split` is "train".
+        validates: The samples are not for training, so `val_transform` applies; None: unless `split` is "train".
 
     Raises:
         DataError, ConfigError: Shards fail as in `find_shards` and `Index.open`.
         DataError: The data is empty, or can be used only once.
     """
-    # Both splits get the same seed, so that a `random_split` in `data` cuts at the same places both times.
+    # Both splits get the same seed, so that a `random_split` in `data` is the same both times.
     seed_all(mix(seed, RECIPE_DATA))
     data, options = returned(recipe, split), options or DataOptions()
     transform = transform_of(recipe, options, split != "train" if validates is None else validates)
@@ -256,7 +258,7 @@ def returned(recipe: Any, split: str) -> Any:
     """Return `recipe.data(split)`.
 
     Raises:
-        ConfigError: It asks for the rank, which a process that plans the run does not have.
+        ConfigError: It asks for the rank, which the process that plans the run does not have.
     """
     try:
         return recipe.data(split)
@@ -270,7 +272,7 @@ def returned(recipe: Any, split: str) -> Any:
 
 
 def transform_of(recipe: Any, options: DataOptions, validates: bool) -> Transform | None:
-    """Return `data.map` and the recipe's `transform`, or its `val_transform` for samples that are not trained on."""
+    """Return `data.map` followed by the recipe's `transform`, or by its `val_transform` if not for training."""
     own = getattr(recipe, "transform", None)
     own = getattr(recipe, "val_transform", own) if validates else own
     return Maps(options.map, own) if options.map else own
@@ -311,16 +313,16 @@ def open_data(
     if split != "train" and is_used_up(data):
         raise DataError(
             f"recipe.data({split!r}): a {type(data).__name__} is used up by the first validation; "
-            "return a list of batches, or an object whose __iter__ starts anew"
+            "return a list of batches, or an object whose __iter__ starts over"
         )
     return data
 
 
 def refuse_no_data(data: Any, split: str) -> None:
-    """Raise an error if `data` can't be walked, or is an empty list.
+    """Raise an error if `data` can't be iterated, or is an empty list.
 
     Raises:
-        ConfigError: The value is of another kind.
+        ConfigError: The value has a wrong type.
         DataError: The list is empty, as `glob.glob` of a missing folder is.
     """
     key, form = f"recipe.data({split!r})", "return shards, a Dataset, or an iterable of batches"
@@ -383,7 +385,7 @@ def each_set(source: "Samples | Stream | Iterable[Any] | Several", split: str) -
 
 
 def size_of(source: "Samples | Stream | Iterable[Any] | Several | None") -> int:
-    """Return the number of samples; 0 if a data set does not tell it."""
+    """Return the number of samples; 0 if it is unknown."""
     if source is None:
         return 0
     sizes = [sum(part.counts) if isinstance(part, Samples) else 0 for part in each_set(source, "").values()]
@@ -391,14 +393,14 @@ def size_of(source: "Samples | Stream | Iterable[Any] | Several | None") -> int:
 
 
 def is_used_up(data: Any) -> bool:
-    """Return whether an iterable can be walked only once: it is its own iterator, or always gives the same one."""
+    """Return whether an iterable can be iterated only once: it is its own iterator, or always returns the same one."""
     data = data.samples if isinstance(data, Stream) else data
     fresh = isinstance(data, DataLoader | IterableDataset | Sequence)  # an iterator of these may start processes
     return isinstance(data, Iterator) or (not fresh and iter(data) is iter(data))
 
 
 def is_map_style(data: Any) -> bool:
-    """Return whether `data` has samples by number. Hugging Face's datasets have, but inherit from no class of torch."""
+    """Return whether `data` has samples by index. So have Hugging Face's datasets, without a base class of torch."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
     batches = isinstance(data, Sequence | np.ndarray | Tensor)  # a list of batches, or a tensor of them
@@ -418,7 +420,7 @@ def map_style(data: Any, split: str, transform: Any, seed: int) -> Samples:
 def mixture(
     data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions, timeout_s: float
 ) -> Samples:
-    """Open a mixture, a dict of shards -> weight. One index has the shards of all data sets, one after the other."""
+    """Open a mixture, a dict of shards -> weight. One index has the shards of all data sets, in order."""
     for shards, weight in data.items():
         if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
             raise DataError(

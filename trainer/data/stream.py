@@ -16,14 +16,14 @@ STREAMING = ("datasets.iterable_dataset", "IterableDataset")
 
 
 class Stream:
-    """An iterable of samples, the same on every rank, that is walked again when it ends.
+    """An iterable of samples, the same on every rank, that is restarted when it ends.
 
     The training process itself reads it, without data workers. A resume reads and drops what the run had read.
 
     Args:
-        samples: Hugging Face's `IterableDataset`, or an iterable whose attribute `yields_samples` is true. `set_epoch`
-            is called before each pass over training data, if there is such a method.
-        transform: Of the recipe.
+        samples: Hugging Face's `IterableDataset`, or an iterable whose attribute `yields_samples` is true. Its method
+            `set_epoch`, if any, is called before each pass over training data.
+        transform: The recipe's transform.
     """
 
     def __init__(self, samples: Any, transform: Callable[[Any, Generator], Any] | None, seed: int) -> None:
@@ -32,11 +32,11 @@ class Stream:
     def batches(
         self, micro: int, rank: int, world: int, collate: Callable[[list[Any]], Any], training: bool
     ) -> "Batches":
-        """Return this rank's batches: of whole `micro` samples in training, else with the rest as the last one."""
+        """Return this rank's batches of `micro` samples; the last one may be smaller, except in training."""
         return Batches(self, micro, rank, world, collate, training)
 
     def part(self, epoch: int, rank: int, world: int) -> Iterator[Any]:
-        """Yield every `world`-th sample, from sample `rank` on. Hugging Face's data may skip whole files instead."""
+        """Yield every `world`-th sample, starting at sample `rank`. Hugging Face's data may skip whole files."""
         own, first, every = self.samples, rank, world
         if world > 1 and is_hugging_face(own):
             from datasets.distributed import split_dataset_by_node  # pyright: ignore[reportMissingImports]
@@ -53,7 +53,7 @@ class Stream:
 
 @contextmanager
 def on(place: str) -> Iterator[None]:
-    """Give an error of the user's code its place, for `errors.message`."""
+    """Attach its place in the data to an error of user code, for `errors.message`."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def on(place: str) -> Iterator[None]:
 
 
 class Batches:
-    """One rank's batches of a stream. Each iteration is a pass over the data, in training of the next epoch."""
+    """One rank's batches of a stream. Each iteration is a pass over the data; in training, over the next epoch."""
 
     def __init__(
         self, stream: Stream, micro: int, rank: int, world: int, collate: Callable[[list[Any]], Any], training: bool
@@ -87,8 +87,8 @@ class Batches:
         """Collate samples, of which the first is sample `row` of this pass.
 
         Raises:
-            DataError: torch's `default_collate` can't make a batch of them. Other errors are of the recipe's `collate`.
-            ConfigError: The recipe's `collate` gives no batch.
+            DataError: torch's `default_collate` can't make a batch. Other errors come from the recipe's `collate`.
+            ConfigError: The recipe's `collate` returns no batch.
         """
         try:
             batch = self.collate(samples)
@@ -112,5 +112,5 @@ def is_stream(data: Iterable[Any]) -> bool:
 
 
 def is_hugging_face(data: Any) -> bool:
-    """Return whether `data` is Hugging Face's streaming data set. The package itself is not imported."""
+    """Return whether `data` is a Hugging Face streaming data set, without importing the package."""
     return any((kind.__module__, kind.__name__) == STREAMING for kind in type(data).__mro__)

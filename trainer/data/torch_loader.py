@@ -1,4 +1,4 @@
-"""A DataLoader of torch's as data: its length, its passes, and each rank's part of its samples."""
+"""A torch DataLoader as data: its length, its passes, and each rank's part of its samples."""
 
 import copy
 import itertools
@@ -25,7 +25,7 @@ DRAWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSa
 
 
 class Part(Sampler[Any]):
-    """Every `world`-th index that one of `DRAWN` draws, from index `rank` on. All ranks draw the same indices."""
+    """Every `world`-th index of a sampler in `DRAWN`, starting at index `rank`. All ranks draw the same indices."""
 
     def __init__(self, sampler: Any, rank: int, world: int, key: int) -> None:
         self.sampler, self.rank, self.world, self.key = sampler, rank, world, key
@@ -38,7 +38,7 @@ class Part(Sampler[Any]):
         state = torch.default_generator.get_state()
         torch.default_generator.manual_seed(self.key + self.epoch * GOLDEN & MASK)
         drawn = iter(self.sampler)
-        first = list(itertools.islice(drawn, 1))  # torch's samplers draw from its generator before this one alone
+        first = list(itertools.islice(drawn, 1))  # torch's samplers use its generator only before the first index
         torch.default_generator.set_state(state)
         return itertools.islice(itertools.chain(first, drawn), self.rank, None, self.world)
 
@@ -49,10 +49,10 @@ class Part(Sampler[Any]):
 def part_of(
     source: Iterable[Any], rank: int, world: int, key: int, tell: Callable[[str, int, int], object]
 ) -> Iterable[Any]:
-    """Return this rank's part of a DataLoader whose sampler is torch's own; any other iterable as it is.
+    """Return this rank's part of a DataLoader whose sampler is torch's own; any other iterable unchanged.
 
     Args:
-        key: Seeds a sampler without a generator; the same on all ranks.
+        key: Seeds a sampler without a generator; equal on all ranks.
         tell: Logs that the ranks share the samples.
     """
     if world == 1 or not isinstance(source, DataLoader) or not is_drawn(source):
@@ -69,37 +69,37 @@ def is_drawn(loader: DataLoader[Any]) -> bool:
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Return a DataLoader with another sampler, and all other arguments of `loader`, whose batches are not its own."""
+    """Return a copy of a DataLoader, one without a custom batch sampler, with another sampler."""
     own: Any = again(loader)
     batches = None if loader.batch_sampler is None else BatchSampler(sampler, loader.batch_size, loader.drop_last)  # pyright: ignore[reportArgumentType] it has a size
-    vars(own).update(sampler=sampler, batch_sampler=batches)  # a DataLoader lets no one set them
+    vars(own).update(sampler=sampler, batch_sampler=batches)  # a DataLoader forbids plain assignments
     return own
 
 
 def again(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return the same DataLoader with workers of its own, if these persist."""
+    """Copy a DataLoader with persistent workers, so that the copy has its own; return any other unchanged."""
     own: Any = copy.copy(loader)
     own._iterator = None
     return own
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return what draws the samples of a loader, and what makes batches of them."""
+    """Return the sampler and the batch sampler of a loader."""
     parts = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     return list({id(part): part for part in parts if part is not None}.values())
 
 
 class OwnEpoch:
-    """Takes the place of an object's `set_epoch` while a run trains, since the samples of a pass are drawn ahead."""
+    """Replaces an object's `set_epoch` while a run trains, because the samples of a pass are drawn ahead."""
 
     def __init__(self, set_epoch: Callable[[int], Any], number: int, kind: str) -> None:
         self.set_epoch, self.number, self.kind = set_epoch, number, kind
 
     def __call__(self, epoch: int) -> None:
-        """Do nothing, as the epoch is set.
+        """Do nothing, because the epoch is already set.
 
         Raises:
-            ConfigError: It is another one.
+            ConfigError: It differs from the current epoch.
         """
         if epoch != self.number:
             raise ConfigError(
@@ -109,16 +109,16 @@ class OwnEpoch:
 
 
 def with_epoch(source: Any) -> list[Any]:
-    """Return what has a method `set_epoch`: an iterable, or a DataLoader's samplers."""
+    """Return the objects with a method `set_epoch`: an iterable, or a DataLoader's samplers."""
     parts = samplers_of(source) if isinstance(source, DataLoader) else [source]
     return [part for part in parts if hasattr(part, "set_epoch")]
 
 
 def begin_pass(source: Any, number: int, trains: bool) -> None:
-    """Call `set_epoch` of an iterable, or of a DataLoader's samplers, before a pass.
+    """Call `set_epoch` on an iterable, or on a DataLoader's samplers, before a pass.
 
     Args:
-        trains: It is a pass of training, in which user code may set no other epoch.
+        trains: It is a training pass, during which user code may not set another epoch.
     """
     for part in with_epoch(source):
         given = part.set_epoch
@@ -130,14 +130,14 @@ def begin_pass(source: Any, number: int, trains: bool) -> None:
 
 
 def end_passes(source: Any) -> None:
-    """Let user code set epochs again, also of a loader inside."""
+    """Let user code set epochs again, also on a wrapped loader."""
     for part in (*with_epoch(source), *with_epoch(getattr(source, "loader", None))):
         if isinstance(getattr(part, "__dict__", {}).get("set_epoch"), OwnEpoch):
             del part.set_epoch
 
 
 def refuse_other_replicas(source: Any, split: str, rank: int, ranks: int) -> None:
-    """Refuse a DataLoader whose DistributedSampler is for other ranks: they would repeat or leave out samples.
+    """Refuse a DataLoader whose DistributedSampler was made for other ranks, since samples would repeat or be missing.
 
     Raises:
         ConfigError: It is for another number of ranks, or for another rank than this one.
@@ -152,9 +152,9 @@ def refuse_other_replicas(source: Any, split: str, rank: int, ranks: int) -> Non
 
 
 def batches_in(source: Any, ranks: int) -> int | None:
-    """Return the batches of a pass on the rank with the most; None if the iterable has no length.
+    """Return the number of batches per pass on the rank with the most; None if the iterable has no length.
 
-    An iterable may have a method `batches_in(ranks)`, and then an attribute `batch_size`.
+    An iterable may have a method `batches_in(ranks)`; it then needs an attribute `batch_size`.
     """
     if hasattr(source, "batches_in"):
         return source.batches_in(ranks)
@@ -167,7 +167,7 @@ def batches_in(source: Any, ranks: int) -> int | None:
 
 
 def batch_size_of(source: Any) -> int | None:
-    """Return the samples of a batch of a DataLoader, or of an iterable with `batches_in`; None if it is not known."""
+    """Return the batch size of a DataLoader, or of an iterable with `batches_in`; None if unknown."""
     if not isinstance(source, DataLoader) and not hasattr(source, "batches_in"):
         return None
     size = getattr(source, "batch_size", None) or getattr(getattr(source, "batch_sampler", None), "batch_size", None)
@@ -175,7 +175,7 @@ def batch_size_of(source: Any) -> int | None:
 
 
 def end_workers(source: Any) -> None:
-    """End the workers of a DataLoader that persist."""
+    """End the persistent workers of a DataLoader."""
     iterator = getattr(source, "_iterator", None) if isinstance(source, DataLoader) else None
     if iterator is not None:
         iterator._shutdown_workers()

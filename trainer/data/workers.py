@@ -1,4 +1,4 @@
-"""Starts data workers, which are forked from a rank with threads, and therefore may hang at their start."""
+"""Starts data workers. They are forked from a rank with threads, so they may hang at their start."""
 
 import io
 import itertools
@@ -26,8 +26,8 @@ from trainer.log import log
 from trainer.process.environment import raise_file_limit
 from trainer.process.signals import ignore_stop_signals
 
-FREE = 16  # descriptors that a worker needs for tensors that the rank has not fetched yet
-FORK = multiprocessing.get_context("fork")  # whatever default a library has set
+FREE = 16  # file descriptors that a worker needs for tensors that the rank has not fetched yet
+FORK = multiprocessing.get_context("fork")  # regardless of a default that a library may have set
 
 T = TypeVar("T")
 
@@ -35,8 +35,8 @@ T = TypeVar("T")
 def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
     """Return the result of `start` once its forked processes run. Each calls `begin` with its connection.
 
-    A forked process may wait for ever for a lock that another thread held, such as that of the interpreter's thread
-    states. Such processes are started again (python/cpython#112275: before 3.10.15 and 3.11.10).
+    A forked process may wait forever for a lock that another thread held during the fork, such as the one of the
+    interpreter's thread states. Such processes are restarted (python/cpython#112275: before 3.10.15 and 3.11.10).
     """
     while True:
         ready, given = FORK.Pipe(duplex=False)
@@ -49,7 +49,7 @@ def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
                 raise ConfigError(f"data.workers: {limit}")
             return made
         log.warning(
-            "data workers did not start in %g s, since a fork beside threads may hang; starting again", timeouts.FORK_S
+            "data workers did not start in %g s, as a fork with threads running may hang; retrying", timeouts.FORK_S
         )
         end(made)
 
@@ -60,14 +60,14 @@ def begin(given: Connection, _: int = 0) -> None:
 
 
 def begin_worker(given: Connection, init: Callable[[int], object], worker: int) -> None:
-    """Begin, or report a limit of files or threads that is too low: the rank would wait for batches in vain."""
+    """Begin, or report that a limit of files or threads is too low, because the rank would wait for batches in vain."""
     try:
         for descriptor in [os.dup(0) for _ in range(FREE)]:
             os.close(descriptor)
-        DupFd(0)  # starts the thread that hands out the descriptors of tensors
+        DupFd(0)  # starts the thread that sends the descriptors of tensors
         threading.Thread(
             target=time.sleep, args=(1.0,), daemon=True
-        ).start()  # stands for the thread that sends batches
+        ).start()  # as a test for the thread that sends batches
     except (OSError, RuntimeError) as error:
         given.send(exhausted(error) or str(error))
         time.sleep(timeouts.FORK_S)  # until the rank kills this process
@@ -78,16 +78,16 @@ def begin_worker(given: Connection, init: Callable[[int], object], worker: int) 
 def start_workers(
     loader: Callable[..., DataLoader[Any]], refs: Iterator[Any], init: Callable[[int], object] = lambda worker: None
 ) -> Iterator[Any]:
-    """Return a DataLoader's batches, once all of its workers run.
+    """Return a DataLoader's batches once all of its workers run.
 
     Args:
-        init: Called in each worker, with its number.
+        init: Called in each worker with its number.
     """
     raise_file_limit()
 
     def start(given: Connection) -> Any:
         nonlocal refs
-        refs, ahead = itertools.tee(refs)  # the workers take some at once, which a second start needs again
+        refs, ahead = itertools.tee(refs)  # the workers take some at once, which a restart needs again
         before = set(multiprocessing.active_children())
         first = partial(begin_worker, given, init)
         try:
@@ -106,7 +106,7 @@ def start_workers(
 
 
 class Sent(ForkingPickler):
-    """Pickles all but the values of tensors and arrays, which workers send apart."""
+    """Pickles everything except the values of tensors and arrays, which workers send separately."""
 
     def persistent_id(self, obj: Any) -> str | None:
         if isinstance(obj, Tensor) and obj.requires_grad and not obj.is_leaf:
@@ -115,7 +115,7 @@ class Sent(ForkingPickler):
 
 
 def refuse_unsendable(batch: Any) -> None:
-    """Refuse a batch that a data worker can't send: its queue would drop the batch, and the rank wait for it.
+    """Refuse a batch that a data worker can't send: its queue would drop it, and the rank would wait for it.
 
     Raises:
         ConfigError: Part of the batch can't be pickled.
@@ -132,7 +132,7 @@ def refuse_unsendable(batch: Any) -> None:
 
 
 def kill_workers(batches: Any) -> None:
-    """Kill the workers behind `batches`. In an orderly end, workers that lack files or threads print tracebacks."""
+    """Kill the workers behind `batches`, because workers that lack files or threads print tracebacks when they exit."""
     torch._C._remove_worker_pids(id(batches))  # pyright: ignore[reportAttributeAccessIssue] torch would raise for them
     batches._worker_pids_set = False
     for worker in batches._workers:
@@ -141,12 +141,12 @@ def kill_workers(batches: Any) -> None:
 
 
 def lost_batches(error: Exception, batches: Any, timeout_s: float) -> str:
-    """Return the reason why workers give no more batches, with the way out; empty for any other error."""
+    """Explain why workers sent no more batches, and how to fix it; empty for any other error."""
     if isinstance(error, FileNotFoundError) and error.filename is None and hasattr(batches, "_workers"):  # a socket
         kill_workers(batches)
         return (
             f"TMPDIR={tempfile.gettempdir()}: a data worker's folder was removed; exclude echelon-* from clean-ups, "
-            "then trainer.resume=auto goes on from the last checkpoint"
+            "then trainer.resume=auto continues from the last checkpoint"
         )
     if "DataLoader timed out" in str(error):
         return (

@@ -1,4 +1,4 @@
-"""Finds the failure that ended an attempt, from the ends of the ranks of a node. Imports no torch."""
+"""Finds the failure that ended an attempt, from how the ranks of a node ended. Imports no torch."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from trainer.errors import HUNG, STOPPED
 from trainer.process.heartbeat import last
 
-# The rank that reports a killed data worker is not at fault: the kernel or a user may have killed the worker.
+# The rank that reports a killed data worker is not at fault, since the kernel or a user may have killed the worker.
 KILLED_WORKER = re.compile("DataLoader worker .* killed by signal")
 NO_MEMORY = (
     "memory ran out, so the kernel killed it; give fewer trainer.devices or data.workers, a smaller micro_batch, "
@@ -40,8 +40,8 @@ def find_failure(
     Args:
         codes: The exit code of each rank that has ended, negative for a signal.
         private: The folder with the ranks' error reports.
-        logs: The folder with the ranks' output, which the text names; None: the text names none.
-        passed: The signals to stop that the supervisor has passed on.
+        logs: The folder with the ranks' output, which the text mentions; None: there is none.
+        passed: The stop signals that the supervisor has forwarded.
     """
     if not codes:
         text = f"echelon: no rank has moved for too long{naming('the stacks of all are in', logs)}"
@@ -58,7 +58,7 @@ def find_failure(
         return stopped_early(min(failed), passed[0])
     if silent := find_silent(failed, reports):
         return silent_failure(silent, failed, logs)
-    # If a rank hangs or has gone, its peers fail in a collective.
+    # If a rank hangs or is gone, its peers fail in a collective.
     rank = min(reports, key=lambda rank: (reports[rank]["in_collective"], reports[rank]["time"]))
     if passed and not hung and reports[rank]["in_collective"]:  # a peer on another node heard the signal first
         return stopped_early(rank, passed[0])
@@ -78,7 +78,7 @@ def find_failure(
 
 
 def blame_memory(failure: Failure) -> Failure:
-    """Return the failure of an attempt in which the kernel killed because memory ran out; with advice after a kill."""
+    """Mark a failure as caused by the kernel's out-of-memory killer; if a process was killed, add advice."""
     worker = bool(KILLED_WORKER.search(failure.text))
     if not worker and (failure.reported or failure.code != 128 + signal.SIGKILL):
         return failure
@@ -99,10 +99,10 @@ def read_reports(failed: Iterable[int], private: Path) -> dict[int, dict[str, An
 
 
 def find_silent(failed: Mapping[int, int], reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """Return the ranks that reported nothing and are the likely cause.
+    """Return the ranks that are the likely cause although they reported nothing.
 
-    An abort may be the result of a peer's failure. If all reports are of collectives, the abort is the cause. NCCL
-    aborts a rank whose GPU has failed, and the peers wait for that rank.
+    An abort may result from a peer's failure. But if all reports are about collectives, the abort is the cause. NCCL
+    aborts a rank whose GPU has failed, while the peers wait for that rank.
     """
     silent = [rank for rank in failed if rank not in reports]
     others = [rank for rank in silent if failed[rank] != -signal.SIGABRT]

@@ -1,4 +1,4 @@
-"""Finds the rank that made another collective than the others, from the collectives that ranks wrote. No torch."""
+"""Finds the rank whose collective differs from the others', from the records that ranks wrote. Imports no torch."""
 
 import contextlib
 import json
@@ -9,11 +9,11 @@ Position = tuple[str, int]  # a group, and the number of a collective in it
 
 
 def find_mismatch(logs: Path, since: float) -> str:
-    """Return a line that names the rank; empty if the files written after `since` show no difference."""
+    """Return a message that names the rank; empty if the files written after `since` show no difference."""
     made: defaultdict[Position, dict[int, str]] = defaultdict(dict)  # by position and rank
     last: dict[int, Position] = {}
     for file in logs.glob("collectives-rank*.json"):
-        with contextlib.suppress(OSError, ValueError):  # a rank was killed while it wrote
+        with contextlib.suppress(OSError, ValueError):  # a rank may have been killed while writing
             entries = json.loads(file.read_text())["entries"] if file.stat().st_mtime >= since else []
             for entry in entries:
                 if not entry["is_p2p"]:
@@ -26,7 +26,7 @@ def find_mismatch(logs: Path, since: float) -> str:
         for rank, collective in made[place].items():
             if collective != common and 2 * count > len(made[place]):
                 return describe_mismatch(rank, collective, common)
-    for rank, place in last.items():  # a rank may wait in a collective that no other rank makes
+    for rank, place in last.items():  # a rank may be waiting in a collective that no other rank has called
         others = {last[other]: other for other in last if other != rank}
         if len(last) > 2 and len(others) == 1 and len(made[place]) == 1:
             ((theirs, other),) = others.items()

@@ -1,4 +1,4 @@
-"""Forks the ranks of a node from one process that has loaded torch, so that a rank starts at once."""
+"""Forks the ranks of a node from one process that has already imported torch, so that ranks start at once."""
 
 import contextlib
 import ctypes
@@ -20,11 +20,11 @@ from trainer.process.exit import die_with_parent, exit_process
 from trainer.process.signals import STOP, StartupSignals, undo_inherited
 from trainer.process.stdio import tolerate_closed_pipes
 
-# The rank's own code, and modules of DDP and torch's optimizers. In each rank, loading them would take a second.
+# Imports the rank's own code, DDP and torch's optimizers, which would take a second in each rank.
 WORKER = "trainer.launch.worker"
 LOADED = (WORKER, "torch._dynamo")
 
-# Modules that look for GPUs while they load must not open one: a forked process could not open it again.
+# Modules that look for GPUs on import must not initialise one, because a forked process could not do so again.
 NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -33,7 +33,7 @@ class Rank(Process):
 
     Args:
         server: Forks the rank.
-        pid_pipe: Carries the rank's process id. The pipe closes when the rank's first parent ends.
+        pid_pipe: Delivers the rank's process id. The pipe closes when the rank's first parent ends.
     """
 
     def __init__(self, server: "ForkServer", pid_pipe: int) -> None:
@@ -48,9 +48,9 @@ class Rank(Process):
         return super().poll()
 
     def kill(self) -> None:
-        """Kill the rank; first the server, if it has not forked the rank yet.
+        """Kill the rank, or first the server if it has not forked the rank yet.
 
-        A rank that has ended by itself may have left a process behind, such as an upload, which lives on.
+        A rank that has ended by itself may have left a process behind, such as an upload, which keeps running.
         """
         if self.poll() is None:
             if self.pid is None:
@@ -67,7 +67,7 @@ class Rank(Process):
         closed.register(self.pid_pipe, 0)
         if closed.poll(timeout_ms):
             self.pid = int(os.read(self.pid_pipe, 20) or 0)
-            for _ in range(1000):  # its first parent closes files a moment before it ends
+            for _ in range(1000):  # its first parent closes files shortly before it ends
                 if not self.pid or is_child(self.pid):
                     break
                 time.sleep(0.001)
@@ -75,7 +75,7 @@ class Rank(Process):
             adopt_orphans(bool(self.server.starting))
 
 
-# `-m`, but with this process's import path, and with its own `trainer` before a trainer.py of the current folder.
+# Like `-m`, but with this process's import path, so that a trainer.py in the current folder can't hide `trainer`.
 START = (
     "import os, runpy, sys; own, *path = os.environ['ECHELON_PATH'].split('\\n'); sys.path.insert(0, own); "
     "import trainer; sys.path[:] = path; runpy.run_module('trainer.launch.forkserver', None, '__main__', True)"
@@ -83,12 +83,12 @@ START = (
 
 
 class ForkServer:
-    """The process `python -m trainer.launch.forkserver FD MODULE ARGV`, which ends with this one. Its ranks outlive it.
+    """The process `python -m trainer.launch.forkserver FD MODULE ARGV`, which ends with this one. Ranks outlive it.
 
     Args:
         argv: The arguments of the run, which `ps` shows.
         place: The first rank of this node.
-        module: Its `run_rank(FD, ARGV)` runs in each rank.
+        module: The module whose `run_rank(FD, ARGV)` runs in each rank.
     """
 
     def __init__(self, argv: list[str], place: Place, module: str = WORKER) -> None:
@@ -111,7 +111,7 @@ class ForkServer:
     def fork(self, env: dict[str, str], run: int, log: int | None) -> Rank:
         """Fork a rank that runs `run_rank(FD, ARGV)`, where FD is its own descriptor of the file `run`.
 
-        Its output goes to `log`; if that is None, to the output of this process. A server that has died is replaced.
+        Its output goes to `log`, or to this process's output if that is None. A dead server is replaced.
         """
         if self.process.poll() is not None:
             self.channel.close()
@@ -133,12 +133,12 @@ class ForkServer:
 
 
 def adopt_orphans(on: bool) -> None:
-    """Make this process the parent of processes below it whose own parent ends (Linux)."""
+    """Make this process adopt descendants whose own parent ends (Linux)."""
     ctypes.CDLL(None).prctl(36, int(on))  # PR_SET_CHILD_SUBREAPER
 
 
 def is_child(pid: int) -> bool:
-    """Return whether this process can wait for the process, which exists."""
+    """Return whether the existing process is a child, for which this process can wait."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -147,18 +147,18 @@ def is_child(pid: int) -> bool:
 
 
 class Server:
-    """The server in its own process: forks a rank for each request."""
+    """The server, in its own process: forks a rank for each request."""
 
     def __init__(self, channel: socket.socket, argv: list[str], module: str = WORKER) -> None:
         self.channel, self.argv, self.module = channel, argv, module
-        self.handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}  # ranks act on them
+        self.handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}  # ranks handle them
         gc.disable()
         for name in {*LOADED, module}:
             importlib.import_module(name)
         gc.freeze()
 
     def serve(self) -> None:
-        """Fork ranks until the other end of the channel is closed."""
+        """Fork ranks until the other end of the channel closes."""
         while True:
             request, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 3)
             if not request:
@@ -168,9 +168,9 @@ class Server:
                 os.close(descriptor)
 
     def _fork(self, env: dict[str, str], pid_pipe: int, *descriptors: int) -> None:
-        """Fork the rank from a process that ends, so that the supervisor adopts the rank and gets its exit code.
+        """Fork the rank from a short-lived process, so that the supervisor adopts the rank and gets its exit code.
 
-        If a limit leaves no process or no thread for the rank, the error is reported as the rank's own.
+        If the limit of processes or threads is reached, the error is reported as the rank's own.
         """
         from trainer.launch.worker import report
 
@@ -194,7 +194,7 @@ class Server:
                 os._exit(1)
 
     def _run(self, env: dict[str, str], run: int, *log: int) -> None:
-        """Run the rank, and end its process."""
+        """Run the rank, then end its process."""
         import numpy as np
 
         from trainer.launch.worker import end_failed
@@ -205,14 +205,14 @@ class Server:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         gc.enable()
-        np.random.seed()  # else all ranks would draw the same numbers
+        np.random.seed()  # otherwise all ranks would draw the same numbers
         for descriptor in log:
             redirect(descriptor)
         os.environ |= env
         die_with_parent(int(os.environ["ECHELON_PARENT"]))
         tolerate_closed_pipes()
         signal.signal(signal.SIGUSR2, ignore_stacks)
-        StartupSignals().__enter__()  # to the end of the process
+        StartupSignals().__enter__()  # until the process ends
         try:
             code = run_rank(run, self.argv)
         except BaseException as error:
@@ -221,7 +221,7 @@ class Server:
 
 
 def ignore_stacks(*_: object) -> None:
-    """Ignore SIGUSR2 until a rank registers faulthandler: a listener would take it for a signal to stop."""
+    """Ignore SIGUSR2 until a rank registers faulthandler, because a listener would treat it as a stop signal."""
 
 
 if __name__ == "__main__":

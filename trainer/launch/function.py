@@ -30,20 +30,20 @@ TAIL = 2000  # characters of a rank's log that go into an error
 def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"] = "auto") -> T:
     """Run `function(*args)` on `devices` ranks of this node, and return the result of rank 0.
 
-    Each rank is a process of its own, which a fresh process forks after it has loaded torch. A fork of this process
-    would inherit locks of a notebook's threads, and a CUDA context that it can't use. The function travels by value,
-    thanks to cloudpickle, so it may be defined in a notebook's cell. A Trainer inside finds its place by itself.
+    Each rank is a process of its own, forked from a fresh process that has imported torch. A fork of this process would
+    inherit the locks of a notebook's threads, and a CUDA context that it can't use. The function is sent by value, with
+    cloudpickle, so it may be defined in a notebook cell. A Trainer inside the function detects its rank by itself.
 
-    This process prints what rank 0 prints. An interrupt asks the ranks to stop, which lets a Trainer write a
-    checkpoint. After 60 s, or a second interrupt, the ranks are killed. If a rank fails, the others are killed.
+    This process prints what rank 0 prints. An interrupt asks the ranks to stop, so that a Trainer can write a
+    checkpoint. After 60 s, or on a second interrupt, the ranks are killed. If a rank fails, the others are killed.
 
     Args:
-        devices: The number of ranks; auto: one for each GPU, or one.
+        devices: The number of ranks; auto: one per GPU, or one.
 
     Raises:
-        ConfigError: The function or its arguments can't be sent, or a rank has raised this error.
-        DataError, NumericsError, UnavailableError: A rank has raised this error.
-        RankError: A rank has failed in another way. The message has its traceback.
+        ConfigError: The function or its arguments can't be sent, or a rank raised this error.
+        DataError, NumericsError, UnavailableError: A rank raised this error.
+        RankError: A rank failed in another way. The message has its traceback.
         KeyboardInterrupt: This process was interrupted. All ranks have ended.
     """
     if launcher := detect(dict(os.environ)).launcher:
@@ -77,7 +77,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     dumps = find_dumps()
     try:
         packed = dumps((function, args))
-    except Exception as error:  # of any `__reduce__`
+    except Exception as error:  # any `__reduce__` may raise any error
         if dumps is not pickle.dumps:
             reason = f"can't be sent to other processes ({error}); make such objects inside the function"
             raise ConfigError(f"launch: the function or an argument {reason}") from None
@@ -99,7 +99,7 @@ def find_dumps() -> Callable[[Any], bytes]:
 
 
 class Output:
-    """Rank 0's output, which this process prints: a notebook shows only what its own process prints."""
+    """Rank 0's output, which this process prints because a notebook shows only what its own process prints."""
 
     def __enter__(self) -> "Output":
         self.read_end, self.write_end = os.pipe()
@@ -112,7 +112,7 @@ class Output:
         os.close(self.write_end)
 
     def forward(self, timeout_s: float) -> None:
-        """Print what has come, and wait if nothing has."""
+        """Print pending output, and wait if there is none."""
         while select.select([self.read_end], [], [], timeout_s)[0]:
             sys.stdout.write(self.decoder.decode(os.read(self.read_end, 1 << 16)))
             sys.stdout.flush()
@@ -120,7 +120,7 @@ class Output:
 
 
 def collect(pool: Pool, private: Path) -> Any:
-    """Return the result of rank 0, or raise the error of the rank that failed first. At an interrupt, they may save."""
+    """Return the result of rank 0, or raise the error of the first rank to fail. On an interrupt, let ranks save."""
     try:
         codes = pool.wait()
     except KeyboardInterrupt:

@@ -36,7 +36,7 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
     options = build_options(Options, config["trainer"])
     devices, gpus = count_devices(options)
     pick_backend(options.backend, torch.device("cuda" if gpus else "cpu"))
-    if not gpus:  # with GPUs the ranks check it, since this process creates no CUDA context
+    if not gpus:  # with GPUs the ranks check it, because this process creates no CUDA context
         Precision(options.precision, torch.device("cpu"), master_weights=options.master_weights)
     if devices == 1:
         with temporary_folder() as folder, sockets_in(folder):
@@ -69,7 +69,7 @@ def count_devices(options: Options) -> tuple[int, int]:
 
 
 def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int) -> int:
-    """Plan the run in this process, then start the ranks: data is prepared once, and a refusal ends the command."""
+    """Plan the run here, then start the ranks, so that data is prepared once and an invalid run fails at once."""
     log_to_terminal(0)
     refuse_without_loopback()
     began = time.monotonic()
@@ -84,7 +84,7 @@ def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int
     decided |= {"resume": spec.checkpoint[0]} if spec.checkpoint else {}
     del components, plan  # the ranks open the data themselves
     config = {**config, "trainer": config["trainer"] | decided}
-    start_s = START_S + PLANNING * planning_s  # ranks find the data prepared
+    start_s = START_S + PLANNING * planning_s  # the data is already prepared
     try:
         return supervise(config, spec, argv, Place(0, devices, 0, devices, starts=True), options.restarts, start_s)
     finally:
@@ -105,7 +105,7 @@ def supervise(
         return json.dumps(run)
 
     def resume_hint() -> str:
-        return f"; go on with {go_on(argv, saved)}" if any(saved.glob("step-*")) else ""
+        return f"; resume with {go_on(argv, saved)}" if any(saved.glob("step-*")) else ""
 
     logs, still_s = run_dir / "logs", STILL * options["timeout_s"]
     supervisor = Supervisor(describe_run, argv, place, logs, resume_hint, restarts, still_s, start_s)

@@ -16,18 +16,18 @@ from trainer.timeouts import PEERS_S
 
 
 class Process:
-    """A child of this process with a session of its own, and with methods of `subprocess.Popen`.
+    """A child of this process in its own session, with methods like those of `subprocess.Popen`.
 
-    One that has ended stays a zombie until `wait`, so no other process takes its number.
+    After it has ended it stays a zombie until `wait`, so that no other process gets its process id.
     """
 
     def __init__(self, pid: int | None) -> None:
         self.pid = pid  # 0 after `wait`; None: not known yet
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the process runs. For one thread only.
+        """Return the exit code, negative for a signal; None while the process runs. Call it from one thread only.
 
-        If a signal killed the process, kill the rest of its process group, since the process can't.
+        If a signal killed the process, kill the rest of its process group, because the process can't do so.
         """
         assert self.pid
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -37,7 +37,7 @@ class Process:
         return -end.si_status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process. One that is not forked yet, or waited for, has nothing to stop."""
+        """Send a signal to the process, unless it has not been forked yet or has been waited for."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -45,10 +45,10 @@ class Process:
     def kill(self) -> None:
         """Kill the process and the rest of its group, even if the process itself has ended."""
         self._kill_group()
-        self.send_signal(signal.SIGKILL)  # it has no group yet in its first moment
+        self.send_signal(signal.SIGKILL)  # right after the fork it has no group of its own yet
 
     def wait(self) -> None:
-        """Wait until the process has ended, after `kill`."""
+        """Wait until the process has ended. Call it after `kill`."""
         if self.pid:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.poll()
@@ -81,7 +81,7 @@ def fork(place: Place, call: Callable[[Place], int], log: Path | None = None) ->
             signal.signal(number, signal.SIG_DFL)
         if log is not None:
             redirect(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-            sys.stdout = sys.stderr = os.fdopen(1, "w", 1)  # the parent's may be pytest's, or a notebook's
+            sys.stdout = sys.stderr = os.fdopen(1, "w", 1)  # the parent's may belong to pytest or a notebook
         if place.store:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         code = run_guarded(lambda: call(place))
@@ -92,7 +92,7 @@ def fork(place: Place, call: Callable[[Place], int], log: Path | None = None) ->
 
 
 def redirect(log: int) -> None:
-    """Send all output of this process into a file, and close its descriptor."""
+    """Redirect all output of this process to a file, and close the file's descriptor."""
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -103,9 +103,9 @@ class Pool:
 
     Args:
         place: The first rank; `place.starts` means all of its node.
-        private: The folder for the file in which ranks meet if there are no others.
+        private: The folder for the file in which ranks meet if all of them are on this node.
         start: Starts a rank.
-        pause: Passes so many seconds between two looks at the ranks.
+        pause: Waits for the given number of seconds between two polls of the ranks.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Pool:
     def __enter__(self) -> "Pool":
         try:
             for place in self.places:
-                with held():  # else an interrupt could lose a rank that has just been started
+                with held():  # otherwise an interrupt could lose a rank that has just been started
                     self.ranks[place.rank] = self.start(place)
         except BaseException:
             self.__exit__()
@@ -144,7 +144,7 @@ class Pool:
             rank.send_signal(number)
 
     def watch(self) -> Iterator[Mapping[int, int]]:
-        """Yield the exit codes of the ranks that have ended, by rank, after each pause, until all have."""
+        """Yield, after each pause, the exit codes of the ranks that have ended, by rank, until all have."""
         codes: dict[int, int] = {}
         while len(codes) < len(self.ranks):
             self.pause(0.05)

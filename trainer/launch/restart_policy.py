@@ -1,4 +1,4 @@
-"""Decides whether a run is restarted after a rank failed. Imports no torch."""
+"""Decides whether a run is restarted after a rank has failed. Imports no torch."""
 
 import re
 import signal
@@ -9,11 +9,11 @@ from trainer.launch.failure import Failure
 from trainer.process.heartbeat import Beat
 from trainer.timeouts import AWAY_S, LONGEST_PAUSE_S
 
-SAME = 3  # equal failures, after which there is no further restart
+SAME = 3  # number of equal failures after which the run is not restarted
 
 
 class RestartPolicy:
-    """Allows `limit` restarts in a row without progress: none comes a step further than the attempts before."""
+    """Allows `limit` consecutive restarts without progress, that is, without getting beyond the furthest step yet."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.furthest = limit, 0, -1
@@ -21,22 +21,22 @@ class RestartPolicy:
         self.pause_s = 0.0  # before the next attempt
 
     def is_final(self, failure: Failure, beat: Beat | None) -> bool:
-        """Return whether a restart would meet the failure, too: it is the user's, and not the machines'."""
+        """Return whether a restart would fail in the same way, because the user's code and not a machine failed."""
         first = self.furthest < 0 and (beat is None or beat.step == beat.began)
         own = failure.reported and failure.code != UNAVAILABLE
         return failure.code in FINAL or (first and (own or failure.out_of_memory))
 
     def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
-        """Return the run's exit code, 0 for a restart, and a line for the user.
+        """Return the run's exit code, 0 for a restart, and a message for the user.
 
-        `beat` is the failed rank's last heartbeat; None if the rank began no step.
+        `beat` is the failed rank's last heartbeat; None if the rank did not start a step.
         """
         step, away = beat.step if beat else 0, failure.code == UNAVAILABLE
         if self.is_final(failure, beat) or not self.limit:
             return failure.code, ""
         if beat and step > self.furthest:
             self.furthest, self.used = step, 0
-        # Without words that have digits (ranks, ports, addresses): any rank may be the first to meet a bad batch.
+        # Ignore words with digits (ranks, ports, addresses), because any rank may be the first to meet a bad batch.
         lines = [line for line in failure.text.splitlines() if line[:1].strip()]  # without frames
         kind = (step, failure.code, re.sub(r"\w*\d\w*", "", lines[-1] if lines else ""))
         self.alike[kind] += beat is not None

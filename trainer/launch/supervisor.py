@@ -1,4 +1,4 @@
-"""Starts the ranks of one node, and restarts them after a failure that may not come again. Imports no torch."""
+"""Starts the ranks of one node, and restarts them after a failure that may not recur. Imports no torch."""
 
 import contextlib
 import itertools
@@ -32,21 +32,21 @@ from trainer.timeouts import PEERS_S, STACKS_S, SUSPENDED_S
 class Supervisor:
     """Runs the ranks of a node as forks of one process, and restarts them.
 
-    Ranks meet in a file of a private folder, anew in each attempt: no port is open but gloo's on loopback. Ranks of
-    several nodes meet by MASTER_ADDR and MASTER_PORT. Each rank has a session of its own and dies with this process.
-    Signals to stop are passed on. When a rank fails, the others get 5 s to end. The failure is printed, and written to
-    events.jsonl in the folder of logs.
+    Ranks of one node meet in a file, a new one for each attempt, so that only gloo's ports on loopback are open. Ranks
+    on several nodes meet at MASTER_ADDR and MASTER_PORT. Each rank has its own session, and dies with this process.
+    Stop signals are forwarded. When a rank fails, the others get 5 s to exit. The failure is printed, and written to
+    events.jsonl in the log folder.
 
     Args:
         describe_run: Returns an attempt's config and decisions as YAML, given whether an earlier attempt made a step.
-            They may hold secrets, so they stay in memory, behind a descriptor that ranks inherit.
+            They may contain secrets, so they stay in memory, behind a descriptor that ranks inherit.
         argv: The arguments of the run, for `ps`.
-        place: The place of the node's first rank among all.
-        logs: The folder for the output of the ranks.
-        resume_hint: Returns the command that resumes, for a failure that no rank has reported.
+        place: The place of the node's first rank.
+        logs: The folder for the ranks' output.
+        resume_hint: Returns the command that resumes the run, for a failure that no rank has reported.
         restarts: The limit of `RestartPolicy`.
-        still_s: Seconds without a step of any rank, after which all are killed. Their stacks are in the logs.
-        start_s: Seconds allowed before the first rank has planned.
+        still_s: Seconds without a step on any rank after which all ranks are killed, with their stacks in the logs.
+        start_s: Seconds allowed until the first rank has planned the run.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Supervisor:
         self.policy = RestartPolicy(restarts)
         self.pool: Pool | None = None  # the ranks of this attempt
         self.beats: dict[str, BinaryIO] = {}  # the ranks' heartbeat files of this attempt
-        self.passed: list[int] = []  # signals to stop
+        self.passed: list[int] = []  # stop signals that were forwarded
         self.moved = False  # an attempt has made a step, so the next one resumes from its checkpoints
         self.started, self.began = time.time(), time.monotonic()  # of the attempt
-        self.looked = self.awake = self.began  # time of the last look at the ranks; end of the last suspension
+        self.looked = self.awake = self.began  # time of the last poll of the ranks; end of the last suspension
         self.events = Appended(logs / "events.jsonl")
 
     def run(self) -> int:
@@ -86,7 +86,7 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _attempt(self, attempt: int) -> int | None:
-        """Return the run's exit code; None to start it again."""
+        """Run one attempt; return the run's exit code, or None for a restart."""
         memory = os.fdopen(os.memfd_create("run"), "wb", buffering=0)
         self.logs.mkdir(parents=True, exist_ok=True)
         with temporary_folder() as private, memory:
@@ -132,10 +132,10 @@ class Supervisor:
             self.pool.send(signal.SIGTERM if number in WARNINGS else number)  # at SIGUSR2 ranks write their stacks
 
     def _wait(self, pool: Pool, private: Path) -> Mapping[int, int] | None:
-        """Return the exit codes of the ranks that end by themselves; None for a stop before the first step.
+        """Return the exit codes of the ranks that exit by themselves; None if stopped before the first step.
 
-        Once a rank has failed, the others have 5 s, or longer while rank 0 writes a checkpoint that grows. Ranks that
-        have not ended by then write their stacks into their logs, and have no code.
+        Once a rank has failed, the others get 5 s, or longer while rank 0 keeps writing a checkpoint. Ranks that are
+        still running then write their stacks to their logs, and have no exit code.
         """
         codes: Mapping[int, int] = {}
         deadline = float("inf")
@@ -157,7 +157,7 @@ class Supervisor:
         return codes
 
     def _is_still(self, private: Path) -> bool:
-        """Return whether no rank has moved for too long. Time while this process was suspended does not count."""
+        """Return whether no rank has progressed for too long. Time while this process was suspended does not count."""
         now = time.monotonic()
         self.looked, before = now, self.looked
         if now - before > SUSPENDED_S:
@@ -166,7 +166,7 @@ class Supervisor:
         return now - max(self.awake, max(untils, default=self.began + self.start_s)) >= self.still_s
 
     def _heartbeats(self, private: Path) -> dict[str, Path]:
-        """Return where to read the ranks' heartbeats. The files stay open, for a clean-up of TMPDIR may remove them."""
+        """Return where to read the ranks' heartbeats. Files stay open because a clean-up of TMPDIR may remove them."""
         for path in private.glob("heartbeat-*"):
             if path.name not in self.beats:
                 with contextlib.suppress(FileNotFoundError):
@@ -174,7 +174,7 @@ class Supervisor:
         return {name: Path(f"/proc/self/fd/{file.fileno()}") for name, file in self.beats.items()}
 
     def _completes(self, beat: Beat | None) -> bool:
-        """Return whether the rank writes a checkpoint before it ends, and has written a piece of it recently."""
+        """Return whether the rank is writing its last checkpoint, and has written a piece of it recently."""
         return beat is not None and bool(beat.busy) and time.monotonic() - beat.until < self.still_s
 
     def _pause(self, seconds: float) -> None:

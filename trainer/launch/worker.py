@@ -1,4 +1,4 @@
-"""Runs one rank, which the supervisor or a launcher has started, and reports its failure."""
+"""Runs one rank, started by the supervisor or a launcher, and reports its failure."""
 
 import contextlib
 import faulthandler
@@ -24,7 +24,7 @@ from trainer.timeouts import LAUNCHER_S
 
 
 def run_rank(descriptor: int, argv: list[str]) -> int:
-    """Run a rank that a `Supervisor` started. If it fails, the supervisor reads the report."""
+    """Run a rank started by a `Supervisor`, which reads the rank's report if it fails."""
     faulthandler.enable()
     mark_rank(os.environ)
     config, spec = read_run(descriptor)
@@ -38,7 +38,7 @@ def run_rank(descriptor: int, argv: list[str]) -> int:
 
 
 def end_failed(error: BaseException) -> NoReturn:
-    """Report the error, and end this process: an orderly end may wait for peers that wait for this rank."""
+    """Report the error, and end this process at once: an orderly exit might wait for peers that wait for this rank."""
     report(error)
     text = message(error)
     if int(os.environ["RANK"]):
@@ -50,7 +50,7 @@ def end_failed(error: BaseException) -> NoReturn:
 
 
 def read_run(descriptor: int) -> tuple[dict[str, Any], RunSpec | None]:
-    """Return the config and the decisions from the launcher's memory, which all ranks share."""
+    """Read the config and the decisions from the launcher's memory, which all ranks share."""
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)  # at position 0: the ranks share the position, too
     os.close(descriptor)
     run = json.loads(text)
@@ -58,7 +58,7 @@ def read_run(descriptor: int) -> tuple[dict[str, Any], RunSpec | None]:
 
 
 def report(error: BaseException) -> None:
-    """Write the error for the supervisor, before any clean-up that may hang or abort; the first error stays."""
+    """Write the error for the supervisor before any clean-up, which may hang or abort. The first error is kept."""
     path = Path(os.environ["ECHELON_ERROR_FILE"])
     if not path.exists():
         text, code = message(error), exit_code(error)
@@ -70,13 +70,13 @@ def report(error: BaseException) -> None:
 
 
 def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], place: Place) -> int:
-    """Run a rank that torchrun, mpirun or srun started. The error that `record` wrote first is printed by torchrun."""
+    """Run a rank started by torchrun, mpirun or srun. Torchrun prints the error that `record` wrote first."""
     terminal = os.dup(2)
     mark_rank(os.environ)
     torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ  # else no launcher prints the error that `record` wrote
 
     def end(error: BaseException, recorded: bool = False) -> NoReturn:
-        """Print the error, unless torchrun prints what was recorded, and end this process."""
+        """Print the error, unless torchrun prints the recorded one, and end this process."""
         text = message(error)
         if not os.path.sameopenfile(terminal, 2):
             print(text, file=sys.stderr)  # into this rank's log
@@ -95,13 +95,13 @@ def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], pla
 
 
 def train_or_wait(config: dict[str, Any], name: str, argv: list[str], *args: Any, **options: Any) -> int:
-    """Train. If a collective fails, wait: the launcher reports the peer that failed before, and ends this rank."""
+    """Train. If a collective fails, wait until the launcher reports the peer that failed first, and ends this rank."""
     try:
         return train(config, name, argv, *args, **options)
     except Exception as error:
         deadline = time.monotonic() + LAUNCHER_S * in_collective(error)
         while time.monotonic() < deadline:
-            if StopSignals.received:  # the launcher had asked this rank to end while it still trained
+            if StopSignals.received:  # the launcher had asked this rank to stop while it was still training
                 os._exit(128 + signal.Signals[StopSignals.received])
             time.sleep(0.1)
         raise

@@ -15,7 +15,7 @@ from trainer.optim.groups import refuse_rows
 
 @contextmanager
 def no_downloads() -> Iterator[None]:
-    """Hide the package `kernels`, by which the import would download a kernel of 4-bit inference, or else warn."""
+    """Hide the package `kernels`, with which the import would download a kernel for 4-bit inference, or warn."""
     loaded = sys.modules.get("kernels")
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     sys.modules["kernels"], logger.disabled = None, True  # pyright: ignore[reportArgumentType] None: can't be imported
@@ -37,10 +37,10 @@ NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):
     """AdamW whose moments have 8 bits, in blocks of 256 with a scale each (Dettmers et al. 2021, arXiv:2110.02861).
 
-    Parameters of fewer than `min_8bit_size` elements have moments in float32. Memory: 2.03 bytes an element, instead of
+    Parameters with fewer than `min_8bit_size` elements have float32 moments. Memory: 2.03 bytes per element, instead of
     AdamW's 8.
 
-    All parameters share the two tables of 256 values, also after a resume, so a checkpoint stores each once.
+    All parameters share the two tables of 256 values, also after a resume, so that a checkpoint stores each only once.
 
     Raises:
         ConfigError: A parameter's type, memory format or layout has no kernel, or a checkpoint has another table.

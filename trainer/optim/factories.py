@@ -1,4 +1,4 @@
-"""Makes the optimizers that the config names: torch's own, fused if possible, and others."""
+"""Makes the optimizers that the config names: torch's own, fused where possible, and others."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from trainer.optim.lars import Lars
 
 
 def of_recipe(params: Groups) -> Optimizer:
-    """Stand for the optimizer that the recipe makes."""
+    """Represent the optimizer that the recipe makes."""
     raise ConfigError("optimizer=recipe: is for a config; in Python give Trainer(optimizer=recipe.optimizer)")
 
 
@@ -82,11 +82,11 @@ def adafactor(
 ) -> Optimizer:
     """Make Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), without momentum.
 
-    A matrix of n by m has a second moment of n + m elements. Each step waits for the device.
+    The second moment of an n x m matrix has n + m elements. Each step waits for the device.
 
     Args:
         beta2_decay: Exponent c of the moment's decay, 1 - t**c.
-        eps: Of the second moment (null: that of the type), and the least length of a parameter for the relative step.
+        eps: Epsilon of the second moment (null: the dtype's), and the minimum length of a parameter for relative steps.
         d: Largest root mean square of an update.
     """
     made = torch.optim.Adafactor(params, lr, beta2_decay, (eps[0], eps[1]), d, weight_decay)
@@ -102,11 +102,11 @@ def adagrad(
     eps: NonNegativeFloat = 1e-10,
     weight_decay: NonNegativeFloat = 0.0,
 ) -> Optimizer:
-    """Make Adagrad (Duchi et al. 2011, JMLR 12), which takes sparse gradients: rows that are not used stay.
+    """Make Adagrad (Duchi et al. 2011, JMLR 12). It accepts sparse gradients, and leaves unused rows unchanged.
 
     Args:
         lr_decay: The rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
-        weight_decay: Times the weights, is added to the gradient.
+        weight_decay: Multiplied by the weights and added to the gradient.
     """
     return torch.optim.Adagrad(params, lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
 
@@ -123,7 +123,7 @@ def adamw8bit(
     """Make AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv:2110.02861).
 
     Args:
-        min_8bit_size: Elements of the smallest parameter with 8-bit moments.
+        min_8bit_size: Number of elements of the smallest parameter with 8-bit moments.
 
     Raises:
         ConfigError: The package bitsandbytes is missing, or a setting is out of range.

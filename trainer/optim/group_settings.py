@@ -9,10 +9,10 @@ ELSEWHERE = ("params", "lr", "initial_lr")  # `Rates` follows the rates
 
 
 class GroupSettings:
-    """The numbers in an optimizer's groups, other than rates, and other than those that its own steps change.
+    """The numbers in an optimizer's groups, except rates and numbers that its own steps change.
 
     Args:
-        optimizer: As it was made.
+        optimizer: The optimizer as it was made.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -31,10 +31,10 @@ class GroupSettings:
         ]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return for each group the settings that differ from those it was made with; empty if none does.
+        """Return each group's settings that have changed since it was made; empty if none have.
 
         Raises:
-            ConfigError: There are more groups, or fewer.
+            ConfigError: The number of groups has changed.
         """
         settings = self._settings()
         if len(settings) != len(self.made):
@@ -46,10 +46,10 @@ class GroupSettings:
         return changed if any(changed) else []
 
     def load_state_dict(self, changed: list[dict[str, Any]]) -> None:
-        """Put changed settings back.
+        """Restore changed settings.
 
         Raises:
-            ValueError: A group has no such setting, or one of another kind: a checkpoint may be a stranger's.
+            ValueError: A group has no such setting, or one of another kind, because the checkpoint may be untrusted.
         """
         for group, made, own in zip(self.optimizer.param_groups, self.made, changed, strict=True):
             for name, value in own.items():

@@ -21,12 +21,12 @@ from trainer.optim.probe import probe
 
 Groups = Iterable[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
-OURS = ("freeze", "held")  # settings that no optimizer has; held: frozen parameters stay in the optimizer
+OURS = ("freeze", "held")  # settings that optimizers lack; held: frozen parameters stay in the optimizer
 
 
 @dataclass(frozen=True)
 class WithGroups:
-    """A function that makes an optimizer, with `optimizer.groups`: settings for some of the parameters."""
+    """A function that makes an optimizer, together with `optimizer.groups`, settings for some of the parameters."""
 
     make: Make
     groups: Sequence[Mapping[str, Any]]
@@ -37,22 +37,22 @@ class WithGroups:
 
 @dataclass(frozen=True)
 class Rule:
-    key: str  # as a message names it, such as optimizer.groups.0
+    key: str  # the group's name in messages, such as optimizer.groups.0
     settings: dict[str, Any]
     names: list[str]  # of its parameters; a tied one has the first of its names
 
 
 class ParameterRules:
-    """The settings for some of the parameters, from `optimizer.groups` and from `recipe.parameter_groups`.
+    """The settings for parameter groups, from `optimizer.groups` and from `recipe.parameter_groups`.
 
-    A parameter that several groups match belongs to the first of them. The config's come before the recipe's.
+    A parameter that matches several groups belongs to the first of them. The config's groups precede the recipe's.
     """
 
     def __init__(self, optimizer: Make, recipe: Any, module: nn.Module) -> None:
-        """Find the parameters of each group, and freeze those that a group freezes.
+        """Find the parameters of each group, and freeze those of groups with `freeze`.
 
         Raises:
-            ConfigError: A group is malformed, or is of no parameter.
+            ConfigError: A group is malformed, or has no parameter.
         """
         self.rules: list[Rule] = []
         self.of: dict[str, Rule] = {}
@@ -86,7 +86,7 @@ class ParameterRules:
                 raise ConfigError(f"{rule.key}: all its parameters are frozen already; leave the group out")
 
     def described(self) -> list[dict[str, Any]] | None:
-        """Return what a resume compares: each group's settings, and a digest of its names. None without groups."""
+        """Return each group's settings and a digest of its names, which a resume compares; None without groups."""
         settings = [{k: v for k, v in rule.settings.items() if k != "held"} for rule in self.rules]
         return [{**own, "parameters": digest(r.names)} for own, r in zip(settings, self.rules, strict=True)] or None
 
@@ -96,10 +96,10 @@ def digest(names: list[str]) -> str:
 
 
 def matched(key: str, patterns: str | list[str], module: nn.Module) -> list[str]:
-    """Return the names of parameters that fnmatch finds. A tied parameter is found by any of its names.
+    """Return the names of parameters that fnmatch finds. Any name of a tied parameter matches.
 
     Raises:
-        ConfigError: A pattern matches nothing. The message has similar names.
+        ConfigError: A pattern matches nothing. The message suggests similar names.
     """
     first = {p: name for name, p in module.named_parameters()}
     names = {name: first[p] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -132,13 +132,13 @@ def listed(key: str, parameters: Iterable[nn.Parameter], module: nn.Module) -> l
 
 
 def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: bool = False) -> list[dict[str, Any]]:
-    """Return matrices, and parameters of fewer than two dimensions, which take no weight decay unless a rule says so.
+    """Group parameters into matrices, and those of fewer than two dimensions, which have no weight decay by default.
 
-    A rule with `held` is a group as it is.
+    A rule with `held` becomes a single group.
 
     Args:
-        rules: The groups of a rule come after those without one.
-        by_hidden: Each group says whether its matrices are hidden.
+        rules: A rule's groups come after those without a rule.
+        by_hidden: Each group states whether its matrices are hidden.
     """
     rule_of = {name: i for i, rule in enumerate(rules) for name in rule.names}
     hidden = hidden_matrices(module) if by_hidden else set[Tensor]()
@@ -157,9 +157,9 @@ def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: b
 
 
 def hidden_matrices(module: nn.Module) -> set[Tensor]:
-    """Return parameters of two dimensions but embeddings, matrices tied to them, and the output head.
+    """Return two-dimensional parameters except embeddings, matrices tied to them, and the output head.
 
-    Only transformers' models tell their head, by `get_output_embeddings`.
+    The head is known only for transformers' models, which have `get_output_embeddings`.
     """
     others, matrices = set[Tensor](), {p for p in module.parameters() if p.dim() == 2}
     for part in module.modules():
@@ -205,7 +205,7 @@ def tried(make: Callable[..., Optimizer], groups: Groups, key: str = "optimizer"
 
 
 def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Refuse a setting that the optimizer does not have for a group, and a value that it would not take for all."""
+    """Refuse a setting that the optimizer lacks for a group, or a value that it would not accept for all parameters."""
     settings = {name: value for name, value in rule.settings.items() if name not in ("lr_scale", *OURS)}
     if other := settings.keys() - made.defaults.keys():
         name = sorted(other)[0]
@@ -223,13 +223,13 @@ def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[s
 
 
 def refuse_rows(optimizer: Optimizer, name: str, why: str) -> None:
-    """Refuse parameters of which each rank has some rows, as stage 3 of `shard` lays them out.
+    """Refuse parameters of which each rank has some rows, as in stage 3 of `shard`.
 
     Args:
-        name: Of the optimizer in the config.
+        name: The optimizer's name in the config.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such a parameter.
     """
     if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
@@ -239,7 +239,7 @@ def refuse_rows(optimizer: Optimizer, name: str, why: str) -> None:
 
 
 def is_like(value: Any, default: Any) -> bool:
-    """Return whether a value has the form of the optimizer's own. Any value is like null or a text."""
+    """Return whether a value has the form of the optimizer's own. Any value matches null or a string."""
     if isinstance(default, list | tuple):
         same = isinstance(value, list | tuple) and len(value) == len(default)
         return same and all(map(is_number, value, default))
@@ -249,6 +249,6 @@ def is_like(value: Any, default: Any) -> bool:
 
 
 def is_number(value: Any, default: Any) -> bool:
-    """Return whether a value is a number, or null like the optimizer's own."""
+    """Return whether a value is a number, or null if the optimizer's own is null."""
     number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     return number or (value is None and default is None)

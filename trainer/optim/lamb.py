@@ -50,5 +50,5 @@ class Lamb(Optimizer):
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """Return the L2 norm of each of n tensors, (n,). Each is of its tensor alone, whichever others are in the list."""
+    """Return the L2 norms of n tensors as (n,). Each norm is independent of the other tensors in the list."""
     return torch.stack(torch._foreach_norm(tensors))

@@ -9,11 +9,11 @@ from trainer.optim.lamb import norms
 
 
 class Lars(Optimizer):
-    """SGD with momentum, whose rate for each matrix follows the matrix's length (You et al. 2017, arXiv:1708.03888).
+    """SGD with momentum, whose rate for each matrix depends on the matrix's norm (You et al. 2017, arXiv:1708.03888).
 
     The local rate is `trust_coefficient * |w| / (|gradient| + weight_decay * |w|)`, as in the paper's algorithm 1. It
     is 1 where either norm is zero, and for parameters of fewer than two dimensions, which often begin at zero. The
-    momentum has the rates of its steps, as in the paper; torch's SGD applies the present rate to the whole momentum.
+    momentum includes the rates of past steps, as in the paper; torch's SGD applies the present rate to all of it.
     Memory: one copy of the parameters.
     """
 

@@ -1,4 +1,4 @@
-"""Checks the optimizer that a function of the user's has made."""
+"""Checks the optimizer that a user's function has made."""
 
 import inspect
 import math
@@ -13,13 +13,13 @@ from trainer.errors import ConfigError
 
 
 def refuse_unusable(made: Any, groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse what no run can train or save with.
+    """Refuse an optimizer with which a run can't train or save.
 
     Args:
-        groups: The parameters that the optimizer was to be made of.
+        groups: The parameters that were passed to the function.
 
     Raises:
-        ConfigError: The function has returned no optimizer, or one of other parameters.
+        ConfigError: The function has returned no optimizer, or one with other parameters.
     """
     if isinstance(made, type) or not hasattr(made, "param_groups") or not callable(getattr(made, "step", None)):
         given = f"the class {made.__name__}" if isinstance(made, type) else "None" if made is None else _kind(made)
@@ -30,10 +30,10 @@ def refuse_unusable(made: Any, groups: Iterable[dict[str, Any]]) -> None:
 
 
 def rate_of(optimizer: Optimizer, i: int) -> float:
-    """Return the learning rate of a group, also of a tensor or an array without dimensions.
+    """Return the learning rate of a group, which may also be a tensor or an array without dimensions.
 
     Raises:
-        ConfigError: It is no finite number.
+        ConfigError: It is not a finite number.
     """
     lr = plain(optimizer.param_groups[i].get("lr"))
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr):
@@ -68,7 +68,7 @@ def refuse_others(optimizer: Optimizer, known: set[int]) -> None:
 
 
 def refuse_state_elsewhere(optimizer: Any) -> None:
-    """Raise ConfigError if the optimizer keeps state that is not of a parameter, which no checkpoint would have."""
+    """Raise ConfigError if the optimizer keeps state outside its parameters' state, which checkpoints would lack."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if other := [key for key in optimizer.state if id(key) not in own]:
         shown = _kind(other[0]) if isinstance(other[0], Tensor) else repr(other[0])

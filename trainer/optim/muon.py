@@ -22,14 +22,13 @@ class Muon(Optimizer):
     `match_rms_adamw`, the update has the root mean square of AdamW's, so both take the same rate (Liu et al. 2025,
     arXiv:2502.16982). Memory: one copy of the hidden matrices, two of the rest.
 
-    If a rank has a slice of a matrix, the matrix is gathered for its step: its gradient, and its momentum.
+    If a rank has only a slice of a matrix, the matrix's gradient and momentum are gathered for its step.
 
-    Hidden are the matrices of two dimensions that `trainer.optim.groups.hidden_matrices` finds. A group's setting
-    `hidden` decides otherwise.
+    Hidden matrices are those that `trainer.optim.groups.hidden_matrices` finds, unless a group sets `hidden`.
 
     Args:
         adamw_lr: Rate of AdamW's part; null: `lr`.
-        betas, eps: Of AdamW's part. A group's `eps` is of the part that steps the group.
+        betas, eps: Settings of AdamW's part. A group's `eps` applies to the part that steps the group.
 
     Raises:
         ConfigError: A knob is out of range, or no matrix is hidden.
@@ -85,8 +84,8 @@ class Muon(Optimizer):
     def _step_slices(self, part: Optimizer) -> None:
         """Step the matrices of which each rank has a slice, and leave the others to `part`. A collective.
 
-        The update needs whole matrices. Each rank gathers the gradient and the momentum of one matrix after the other.
-        It keeps its slice of the result.
+        The update needs whole matrices, so the ranks gather the gradient and momentum of one matrix at a time. Each
+        rank keeps its slice of the result.
         """
         groups, part.param_groups = part.param_groups, []
         for group in groups:
@@ -114,7 +113,7 @@ class Muon(Optimizer):
 
 
 def refuse_others(hidden: list[dict[str, Any]]) -> None:
-    """Refuse parameters that are no matrices, and rows that can't be gathered."""
+    """Refuse parameters that are not matrices, and rows that can't be gathered."""
     for group in hidden:
         if any(is_sharded(p) and p.device.type != p.device_mesh.device_type for p in group["params"]):
             raise ConfigError(

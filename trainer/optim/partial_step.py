@@ -17,12 +17,12 @@ class PartialStep:
         self.group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def note(self) -> None:
-        """Keep the present settings of the optimizer's groups, such as learning rates, for the steps to come."""
+        """Record the present settings of the optimizer's groups, such as learning rates, for later steps."""
         self.settings = [{**group, "params": []} for group in self.optimizer.param_groups]
 
     @during(Phase.OPTIMIZER)
     def step(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Step these parameters by their gradients, which are dropped."""
+        """Step these parameters by their gradients, and drop the gradients."""
         groups = [{**group, "params": []} for group in self.settings]
         for p, gradient in gradients.items():
             p.grad = gradient

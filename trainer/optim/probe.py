@@ -1,4 +1,4 @@
-"""Steps a copy of an optimizer on small parameters, to learn what its step needs and keeps before the run."""
+"""Steps a copy of an optimizer on small parameters before the run, to find out what its step needs and keeps."""
 
 import copy
 import inspect
@@ -22,11 +22,11 @@ GROUP, OWN = "group.", "own."  # before the names of `Steps.kept`, as checkpoint
 
 @dataclass(frozen=True)
 class Steps:
-    """The effects of a step on more than parameters and their state.
+    """The side effects of an optimizer's step, beyond parameters and their state.
 
     Attributes:
-        kept: Names of the numbers that it changes: in the groups with the prefix `GROUP`, in itself with `OWN`.
-        coupled: The step of a parameter depends on other parameters.
+        kept: Names of the numbers that it changes: with the prefix `GROUP` in groups, or `OWN` in the optimizer itself.
+        coupled: A parameter's step depends on other parameters.
     """
 
     kept: frozenset[str] = frozenset()
@@ -37,7 +37,7 @@ FOUND: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
 
 
 def steps_of(optimizer: Any) -> Steps:
-    """Return what `probe` has found; of a proxy, for the optimizer inside."""
+    """Return what `probe` has found; for a proxy, about the optimizer inside."""
     return FOUND.get(getattr(optimizer, "optimizer", optimizer)) or FOUND.get(optimizer, Steps())
 
 
@@ -49,9 +49,10 @@ def kept_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def put_kept(optimizer: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """Take what `kept_of` gave out of the state of a parameter, and put it back into its group and the optimizer.
+    """Remove the values of `kept_of` from a parameter's state, and restore them in its group and the optimizer.
 
-    Only what this optimizer's steps change is put back: a checkpoint may be a stranger's, and name any attribute.
+    Only numbers that this optimizer's steps change are restored, because an untrusted checkpoint may name any
+    attribute.
     """
     places = {GROUP: group, OWN: vars(getattr(optimizer, "optimizer", optimizer))}
     for name in steps_of(optimizer).kept & state.keys():
@@ -65,11 +66,11 @@ def split(name: str) -> tuple[str, str]:
 
 
 def refuse_coupled(optimizer: Any, key: str, by_parameter: bool = False) -> None:
-    """Raise ConfigError if a callback that steps some of the parameters would get other numbers.
+    """Raise ConfigError if stepping some parameters at a time, as a callback does, would change the results.
 
     Args:
-        key: The setting that does so.
-        by_parameter: Groups are copied for each step, so that numbers in them are lost.
+        key: The callback's setting.
+        by_parameter: Groups are copied for each step, so numbers in them are lost.
     """
     found, kind = steps_of(optimizer), type(optimizer).__name__
     if found.coupled:
@@ -83,7 +84,7 @@ def refuse_coupled(optimizer: Any, key: str, by_parameter: bool = False) -> None
 
 
 def probe(optimizer: Any) -> None:
-    """Note what a step of an optimizer of other people's does.
+    """Find out and record what a step of a third-party optimizer does.
 
     Raises:
         ConfigError: A step needs a closure.
@@ -127,7 +128,7 @@ def changed_by(made: Any, before: Mapping[str, Any]) -> frozenset[str]:
 
 
 def couples(optimizer: Any, together: Any) -> bool:
-    """Return whether optimizers of one parameter each come to other weights or numbers than one of all, `together`."""
+    """Return whether optimizers of one parameter each get different results from `together`, one of all parameters."""
     whole = shrunk(optimizer)
     places = [(i, p) for i, group in enumerate(whole.param_groups) for p in group["params"]]
     parts = [alone(whole, i, p) for i, p in places]

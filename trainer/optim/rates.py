@@ -1,4 +1,4 @@
-"""Puts the learning rates of each step into the optimizer's groups, and follows those that user code sets by hand."""
+"""Sets the learning rates of each step in the optimizer's groups, and tracks rates that user code sets by hand."""
 
 from operator import itemgetter
 from typing import Any
@@ -14,12 +14,12 @@ class Rates:
 
     Args:
         rate: The schedule of the run.
-        optimizer: As it was made: its groups have their peak rates.
-        resumed: The run resumes a checkpoint. Rates that hooks set before its next step are dropped, since the
-            checkpoint has them already.
+        optimizer: The optimizer as it was made, with peak rates in its groups.
+        resumed: The run resumes a checkpoint. Rates that hooks set before its next step are dropped, because the
+            checkpoint includes them.
 
     Attributes:
-        peaks: The rates on which the schedule puts its factor.
+        peaks: The rates that the schedule multiplies by its factor.
     """
 
     def __init__(self, rate: Rate, optimizer: Any, resumed: bool = False) -> None:
@@ -30,10 +30,10 @@ class Rates:
         self.by_hand = False
 
     def put(self, step: int) -> None:
-        """Put the rates of a step into the groups.
+        """Set the rates of a step in the groups.
 
         Raises:
-            ConfigError: User code has added or removed a group, or has set a rate that the schedule sets, too.
+            ConfigError: User code has added or removed a group, or has set a rate that the schedule also sets.
         """
         groups = self.optimizer.param_groups
         if self.given and list(map(RATE, groups)) != self.given:

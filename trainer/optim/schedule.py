@@ -36,7 +36,7 @@ class Schedule:
         raise NotImplementedError
 
     def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> "Rate":
-        """Return the rate of a run of `total` steps (None: open end) with `batch` samples a step."""
+        """Return the rate of a run of `total` steps (None: open-ended) with `batch` samples per step."""
         if type(self).shape is Schedule.shape:
             raise ConfigError(f"schedule={type(self).__name__}(): has no shape(progress); give Constant() or Cosine()")
         warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
@@ -64,7 +64,7 @@ class Rate:
         raise NotImplementedError
 
     def put(self, step: int, groups: Sequence[dict[str, Any]], peaks: Sequence[float]) -> None:
-        """Put the learning rates of a step into an optimizer's groups.
+        """Set the learning rates of a step in an optimizer's groups.
 
         Args:
             peaks: The rates with which the optimizer was made.
@@ -74,7 +74,7 @@ class Rate:
             group["lr"] = peak * factor
 
     def is_constant(self, step: int) -> bool:
-        """Return whether the rates are the same from the step before on, so that one set by hand stays."""
+        """Return whether the rates no longer change after the previous step, so that one set by hand stays."""
         return False
 
 
@@ -95,7 +95,7 @@ class ShapedRate(Rate):
 
 
 class OfRecipe:
-    """Stands for the schedule that the recipe has."""
+    """Represents the recipe's own schedule."""
 
 
 @check_names("schedule.")

@@ -1,6 +1,6 @@
 """Learning rates by torch's LRSchedulers, which step an optimizer that trains nothing.
 
-The rates are a function of the step all the same: a resume steps the schedulers anew from the first step.
+The rates are still a function of the step, because a resume steps the schedulers again from the first step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 from trainer.optim.schedule import Rate
 
 FOLLOWS = "follows"  # of a group that trains: the number of the schedulers' group that it takes its settings from
-SETTINGS = ("momentum", "betas")  # that torch's schedulers change, beside `lr`
+SETTINGS = ("momentum", "betas")  # settings that torch's schedulers change, in addition to `lr`
 
 
 class TorchRate(Rate):
     """The rates that schedulers give the groups of `optimizer`.
 
     Args:
-        optimizer: That of the schedulers. Its parameters are never read.
-        due: Returns the `step` of each scheduler that steps when so many steps are done, in order.
+        optimizer: The schedulers' optimizer, whose parameters are never read.
+        due: Returns, for a number of finished steps, the `step` of each scheduler that then steps, in order.
     """
 
     def __init__(self, optimizer: Optimizer, due: Callable[[int], Iterable[Callable[[], object]]]) -> None:

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 
 class OptimizerProxy:
-    """Stands for `optimizer`, with another `step`."""
+    """Acts as `optimizer`, but with another `step`."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], None]) -> None:
         self.optimizer, self.step = optimizer, step

@@ -151,18 +151,18 @@ def agree(setting: str, name: str, each: Callable[[Any], list[Any]]) -> str:
 
 
 def used_cuda() -> bool:
-    """Return whether this process has allocated memory on a GPU, as all code that calls cuBLAS must."""
+    """Return whether this process has allocated GPU memory, which any call of cuBLAS requires."""
     stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
     return any(each.get("allocation.all.allocated") for each in stats)
 
 
 def compute_in_bf16(model: nn.Module) -> list[RemovableHandle]:
-    """Let modules read float32 parameters as bf16. Float inputs of the model become bf16, its outputs float32.
+    """Make modules read float32 parameters as bf16, and cast the model's float inputs to bf16, its outputs to float32.
 
     Return the handles of the hooks that cast inputs and outputs.
 
-    Names, dtypes and gradients of the parameters stay. A gradient is computed in bf16 and accumulated in float32. Batch
-    norm takes bf16 inputs, and keeps float32 parameters and statistics.
+    Names, dtypes and gradients of the parameters do not change. Gradients are computed in bf16 and accumulated in
+    float32. Batch norm takes bf16 inputs, and keeps float32 parameters and statistics.
 
     Raises:
         ConfigError: The model has an RNN, which keeps a list of its parameters.

@@ -1,4 +1,4 @@
-"""Computes the matrix products of linear layers in FP8, by torchao."""
+"""Computes the matrix products of linear layers in FP8, with torchao."""
 
 import importlib.util
 import logging
@@ -69,9 +69,9 @@ def kind(layer: nn.Linear, matrices: set[Any]) -> str:
 
 
 def load_torchao() -> tuple[Any, Any]:
-    """Return torchao's conversion, and a configuration that also takes numbers of tokens that are no multiples of 16.
+    """Return torchao's conversion, and a configuration that also accepts token counts that are not multiples of 16.
 
-    Its import warns of libraries that other versions of Python or torch would load, and that FP8 does not need.
+    Importing torchao warns about libraries that other versions of Python or torch would load, and FP8 does not need.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Trains weights that are stored in bf16 alone: each step rounds them stochastically."""
+"""Trains weights that are stored only in bf16: each step rounds them stochastically."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ STRIDE, SCRAMBLES = 0xBF58476D1CE4E5B9, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049
 
 
 def store_in_bf16(model: nn.Module) -> None:
-    """Round the float32 parameters to bf16, to nearest, but for batch norm's. The parameters stay the same objects.
+    """Round the float32 parameters, except batch norm's, to the nearest bf16. They stay the same objects.
 
     Raises:
         ConfigError: A parameter has another format.
@@ -90,9 +90,9 @@ def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def step_copies(
     optimizer: Any, group: dict[str, Any], params: Sequence[Tensor], plain: Callable[[Any], Any]
 ) -> list[Tensor]:
-    """Step float32 copies of the parameters in their stead, with their state; return the copies.
+    """Step float32 copies instead of the parameters, with the parameters' state; return the copies.
 
-    Another dtype of `p.data` would drop the node that accumulates its gradient, and DDP's hook with it.
+    Changing the dtype of `p.data` would drop the node that accumulates its gradient, and DDP's hook with it.
     """
     copies, state = [p.detach().to(torch.float32, copy=True) for p in params], optimizer.state
     for p, copy in zip(params, copies, strict=True):
@@ -122,7 +122,7 @@ def rounded(value: Tensor, key: int) -> Tensor:
 def random_words(key: int, count: int, device: torch.device) -> Tensor:
     """Return `count` numbers of 16 bits as int32 (count,): the words of `rng.mix_each`, the same on every device.
 
-    torch's own generators give other numbers on other models of GPU, so replicas on unequal GPUs would part.
+    torch's own generators give different numbers on different GPU models, so replicas on such GPUs would diverge.
     """
     state = torch.arange(-(-count // 4), device=device) * signed(STRIDE) + signed(key)
     for shift, factor in SCRAMBLES:

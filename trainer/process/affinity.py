@@ -1,4 +1,4 @@
-"""Divides the CPU cores of a node among its ranks: cores beside the rank's GPU, and no core for two ranks."""
+"""Divides the CPU cores of a node among its ranks: each rank gets cores near its GPU, and no core is shared."""
 
 import contextlib
 import os
@@ -10,39 +10,39 @@ UNKNOWN = -1  # as Linux has it
 
 
 class Neighbour(NamedTuple):
-    """A rank of this node, as each rank tells the others."""
+    """A rank of this node, as it describes itself to the others."""
 
-    cores: list[int]  # that its process may use
+    cores: list[int]  # cores that its process may use
     near: int | None  # the NUMA node of its GPU, or UNKNOWN; None: it has no GPU
 
 
 class Binding(NamedTuple):
-    cores: frozenset[int] | None  # for this rank; None: it keeps those that it has
+    cores: frozenset[int] | None  # for this rank; None: leave the binding unchanged
     reason: str
 
 
 def parse_cores(text: str) -> list[int]:
-    """Return the numbers in Linux's format of lists: "0-2,8" -> [0, 1, 2, 8]."""
+    """Parse Linux's list format: "0-2,8" -> [0, 1, 2, 8]."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 
 
 def numa_nodes(sys: Path) -> dict[int, list[int]]:
-    """Return the cores of each NUMA node that has cores; empty if the system does not tell."""
+    """Return the cores of each NUMA node that has cores; empty if unknown."""
     files = (sys / "devices" / "system" / "node").glob("node[0-9]*/cpulist")
     nodes = {int(file.parent.name.removeprefix("node")): parse_cores(file.read_text()) for file in files}
     return {node: nodes[node] for node in sorted(nodes) if nodes[node]}
 
 
 def numa_node_of(sys: Path, pci_address: str) -> int:
-    """Return the NUMA node of a PCI device, such as "0000:3b:00.0"; UNKNOWN if the system does not tell."""
+    """Return the NUMA node of a PCI device, such as "0000:3b:00.0"; UNKNOWN if the firmware does not report it."""
     with contextlib.suppress(OSError, ValueError):
         return int((sys / "bus" / "pci" / "devices" / pci_address / "numa_node").read_text())
     return UNKNOWN
 
 
 def physical_cores(sys: Path, cores: Sequence[int]) -> list[list[int]]:
-    """Group hardware threads by the physical core that they share, in the order of the first thread."""
+    """Group hardware threads by physical core, ordered by the first thread of each."""
     groups: dict[int, list[int]] = {}
     for core in sorted(cores):
         first = core
@@ -54,10 +54,10 @@ def physical_cores(sys: Path, cores: Sequence[int]) -> list[list[int]]:
 
 
 def divide(own: int, neighbours: Sequence[Neighbour], nodes: Mapping[int, Sequence[int]], sys: Path) -> Binding:
-    """Choose the cores of the rank at index `own` of this node's ranks. All ranks divide alike.
+    """Choose the cores for the rank at index `own` of this node's ranks. All ranks compute the same division.
 
-    A rank gets cores of its GPU's NUMA node. Without a GPU, ranks go to the nodes in order, as many to each. Ranks of
-    the same node share its physical cores evenly.
+    A rank gets cores of its GPU's NUMA node. Ranks without a GPU are assigned to NUMA nodes in order, equally many to
+    each. Ranks of the same NUMA node share its physical cores evenly.
     """
     sets = [set(neighbour.cores) for neighbour in neighbours]
     together = set().union(*sets)
@@ -85,7 +85,7 @@ def divide(own: int, neighbours: Sequence[Neighbour], nodes: Mapping[int, Sequen
 
 
 def ranges(numbers: Collection[int]) -> str:
-    """Return numbers in Linux's format of lists: {0, 1, 2, 8} -> "0-2,8"."""
+    """Format numbers in Linux's list format: {0, 1, 2, 8} -> "0-2,8"."""
     known = set(numbers)
     starts = sorted(number for number in known if number - 1 not in known)
     ends = sorted(number for number in known if number + 1 not in known)
@@ -93,7 +93,7 @@ def ranges(numbers: Collection[int]) -> str:
 
 
 def bind_process(cores: frozenset[int]) -> None:
-    """Bind all threads of this process. Threads and processes that begin later inherit the cores."""
+    """Bind all threads of this process. Threads and processes that start later inherit the binding."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # ended meanwhile
             os.sched_setaffinity(int(thread), cores)

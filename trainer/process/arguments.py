@@ -1,4 +1,4 @@
-"""Reads the arguments of tools: a wrong one is one line, and the exit code is that of a wrong setting."""
+"""Parses the arguments of tools: an invalid one is reported in one line, with the exit code of a wrong setting."""
 
 import argparse
 import sys
@@ -9,10 +9,10 @@ from trainer.errors import CONFIG, ConfigError, printable, refuse_remote
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, which would print the usage and exit with 2. A path is one of this machine."""
+    """argparse's parser, without the usage text and exit code 2 on an error. Paths must be local."""
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """Return an argument by its type. A URL where a path is due ends the tool: a Path would print it as `s3:/`."""
+        """Convert an argument. A URL given as a path ends the tool here, because a Path would print it as `s3:/`."""
         if action.type is Path:
             name = next(iter(action.option_strings), str(action.metavar or action.dest.upper()))
             try:

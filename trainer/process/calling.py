@@ -1,17 +1,17 @@
-"""How this Echelon is called: the words of a command that is printed."""
+"""Builds the commands that messages print: how this installation of Echelon is called."""
 
 import os
 import shutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]  # the folder that the package `trainer` is in
+ROOT = Path(__file__).parents[2]  # the folder that contains the package `trainer`
 
 
 def echelon() -> list[str]:
-    """Return the words that call the command here: the script beside this interpreter, or `python -m`.
+    """Return the words that call Echelon: the script next to this interpreter, or `python -m`.
 
-    In a checkout's own folder, `python -m` takes the checkout, and the script may be of another one.
+    In a checkout's own folder, `python -m` imports that checkout, while the script may belong to another one.
     """
     script = Path(os.path.dirname(sys.executable), "echelon")
     if Path.cwd() == ROOT or not os.access(script, os.X_OK):
@@ -20,15 +20,15 @@ def echelon() -> list[str]:
 
 
 def this_python() -> str:
-    """Return the shortest path of this interpreter that works here."""
+    """Return the shortest name or path of this interpreter that works here."""
     return shortest(Path(sys.executable), "python")
 
 
 def shortest(path: Path, name: str) -> str:
-    """Return `name` if the shell finds this file by it, or else a path. Links out of the environment are not followed.
+    """Return `name` if the shell finds this file by it, else a path. Links out of the environment are not followed.
 
     Args:
-        path: Absolute, in the folder of this interpreter.
+        path: An absolute path in the folder of this interpreter.
     """
     own = Path(os.path.realpath(path.parent), path.name)
     if own.is_relative_to(here := Path.cwd()):

@@ -1,6 +1,6 @@
-"""Reads the limits that control groups set this process, and what the groups use. Linux has two versions of them.
+"""Reads the limits that control groups (version 1 or 2) impose on this process, and what the groups use.
 
-The memory of the machine, and the kernel's count of processes that it killed for want of memory, are read here too.
+It also reads the machine's memory, and how many processes the kernel has killed because memory ran out.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PROC, SYS = Path("/proc"), Path("/sys")
-UNLIMITED = 1 << 62  # version 1 writes the largest multiple of a page instead of a word
+UNLIMITED = 1 << 62  # version 1 writes the largest multiple of a page instead of "max"
 
 
 class Limit(NamedTuple):
@@ -22,7 +22,7 @@ class Limit(NamedTuple):
 def groups(controller: str, proc: Path = PROC, sys: Path = SYS) -> list[Path]:
     """Return the folders of this process's control groups, the innermost first; empty without that controller.
 
-    A container may see its own group as the root, and a path that leads nowhere.
+    A container may see its own group as the root, so that the group's path does not exist there.
     """
     root = sys / "fs" / "cgroup"
     second = (root / "cgroup.controllers").exists()
@@ -37,7 +37,7 @@ def groups(controller: str, proc: Path = PROC, sys: Path = SYS) -> list[Path]:
 
 
 def tightest(controller: str, read: Callable[[Path], float | None], proc: Path, sys: Path) -> Limit | None:
-    """Return the smallest limit on the way to the root, since each holds; None without any."""
+    """Return the smallest limit of the group and its ancestors, all of which apply; None if there is none."""
     limits = list[Limit]()
     for group in groups(controller, proc, sys):
         with contextlib.suppress(OSError, ValueError):
@@ -57,7 +57,7 @@ def cores(proc: Path = PROC, sys: Path = SYS) -> Limit | None:
 
 
 def cores_each(ranks: int, proc: Path = PROC, sys: Path = SYS) -> float:
-    """Return the part of the limit of CPU time that each of a node's ranks has; infinity without a limit."""
+    """Return each rank's share of the CPU limit, in cores; infinity without a limit."""
     limit = cores(proc, sys)
     return limit.value / ranks if limit else math.inf
 
@@ -68,7 +68,7 @@ def processes(proc: Path = PROC, sys: Path = SYS) -> Limit | None:
 
 
 def number(group: Path, *names: str) -> float | None:
-    """Return the limit in the first of these files that exists; None if that file has no limit."""
+    """Return the limit in the first of these files that exists; None if it is unlimited."""
     file = next(path for path in map(group.joinpath, names) if path.exists() or path.name == names[-1])
     text = file.read_text().strip()
     return None if text == "max" or int(text) >= UNLIMITED else int(text)
@@ -83,7 +83,7 @@ def quota(group: Path) -> float | None:
 
 
 def memory_used(group: Path) -> int:
-    """Return the bytes that the processes of a group use, without files that the kernel would give back first."""
+    """Return the bytes that the processes of a group use, without page cache that the kernel would reclaim first."""
     second = (group / "memory.current").exists()
     used = int((group / ("memory.current" if second else "memory.usage_in_bytes")).read_text())
     lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -92,14 +92,14 @@ def memory_used(group: Path) -> int:
 
 
 class Memory(NamedTuple):
-    total: int  # bytes that this process may use, with all others of the machine or of its control group
-    free: int  # of these, not used
+    total: int  # bytes that the processes of this machine, or of this control group, may use together
+    free: int  # bytes of `total` that are unused
     swap: int  # free bytes of swap
-    limited: bool  # a control group's, which has less than the machine
+    limited: bool  # a control group sets the limit, below the machine's memory
 
 
 def available_memory(proc: Path = PROC, sys: Path = SYS) -> Memory | None:
-    """Return the memory that processes of this host may take; None if the system does not say."""
+    """Return the memory that processes on this host may use; None if unknown."""
     with contextlib.suppress(OSError):
         lines = (line.replace(":", " ").split() for line in (proc / "meminfo").read_text().splitlines())
         known = {line[0]: int(line[1]) << 10 for line in lines}
@@ -112,7 +112,7 @@ def available_memory(proc: Path = PROC, sys: Path = SYS) -> Memory | None:
 
 
 def oom_kills(proc: Path = PROC, sys: Path = SYS) -> int:
-    """Count the processes that the kernel has killed for want of memory: of the machine, and of the control groups."""
+    """Count the processes that the kernel has killed because memory of the machine or of a control group ran out."""
     count = 0
     events = (group / name for group in groups("memory", proc, sys) for name in ("memory.events", "memory.oom_control"))
     for file in (proc / "vmstat", *events):
@@ -122,11 +122,11 @@ def oom_kills(proc: Path = PROC, sys: Path = SYS) -> int:
 
 
 def cpu_seconds(group: Path, proc: Path = PROC, sys: Path = SYS) -> float:
-    """Return the CPU time that the processes of a group have used."""
+    """Return the CPU seconds that the processes of a group have used."""
     if (group / "cpu.max").exists():
         lines = (line.split() for line in (group / "cpu.stat").read_text().splitlines())
         return {key: int(value) for key, value in lines}["usage_usec"] / 1e6
-    # In version 1 another controller counts, which may have other folders: then the innermost counts.
+    # In version 1 another controller counts CPU time and may have other folders; then its innermost group counts.
     base = sys / "fs" / "cgroup"
     twin = base / "cpuacct" / group.relative_to(base / "cpu")
     folder = twin if twin.is_dir() else groups("cpuacct", proc, sys)[0]

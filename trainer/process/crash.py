@@ -1,4 +1,4 @@
-"""Writes the error of a run into its folder: the terminal may be gone."""
+"""Writes the error of a run into its folder, because the terminal may be gone."""
 
 import json
 import time
@@ -13,11 +13,11 @@ from trainer.redact import redact_text
 
 
 def note_crash(run_dir: Path, error: BaseException, rank: int, world: int, done: dict[str, int], follows: bool) -> None:
-    """Write the error into summary.json, and with all frames into rank 0's log. Other ranks print into their logs.
+    """Write the error to summary.json, and with all frames to rank 0's log. Other ranks print to their own logs.
 
     Args:
-        done: The steps and samples that are done, as `steps` and `samples`.
-        follows: A peer may have failed before, and its error stays.
+        done: The finished `steps` and `samples`.
+        follows: A peer may have failed first; its error is kept.
     """
     text = message(error)
     if rank == 0:
@@ -36,7 +36,7 @@ def note_in_log(file: Path, text: str) -> None:
 
 
 def headline(error: BaseException, text: str) -> str:
-    """Return one line: that of an error with a way out, else the kind of the error and how its message begins."""
+    """Return one line: the message of a user's mistake, else the type of the error and the start of its message."""
     if isinstance(error, tuple(EXIT_CODES)) or is_out_of_memory(error) or text.startswith("echelon: "):
         return text.splitlines()[-1]
     lines = str(error).splitlines() or [""]
@@ -51,7 +51,7 @@ def has_crashed(summary: dict[str, Any]) -> bool:
 
 
 def summarize_crash(file: Path, line: str, done: dict[str, int], follows: bool = False, stopped: str = "error") -> None:
-    """Write why the run has stopped into summary.json. Numbers of a run that had trained to its end stay."""
+    """Write why the run stopped to summary.json. The numbers of a run that had finished training are kept."""
     found = read_summary(file)
     crashed = has_crashed(found)
     if follows and crashed and abs(found.get("steps", 0) - done["steps"]) <= 1:  # ranks are at most a step apart
@@ -64,7 +64,7 @@ def summarize_crash(file: Path, line: str, done: dict[str, int], follows: bool =
 
 
 def read_summary(file: Path) -> dict[str, Any]:
-    """Return what summary.json holds; an empty dict if it is missing or damaged."""
+    """Return the content of summary.json; an empty dict if it is missing or damaged."""
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError):

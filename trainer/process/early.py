@@ -1,4 +1,4 @@
-"""Ends the command at SIGTERM like a run, while its modules are imported."""
+"""Handles SIGTERM while the command's modules are imported, with the same exit code as later in a run."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from trainer.process.environment import is_launched
 
 
 def stop_early() -> None:
-    """Handle SIGTERM until `StartupSignals` does, if this process is the command."""
+    """Handle SIGTERM until `StartupSignals` takes over, if this process is the command."""
     if os.path.basename(sys.argv[0]) in ("echelon", "main.py") or sys.argv[0] == "-m":
         signal.signal(signal.SIGTERM, _end)
 

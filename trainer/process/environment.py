@@ -1,4 +1,4 @@
-"""Detects the launcher that started this process by its variables: torchrun, mpirun, srun, our supervisor, or none."""
+"""Detects the launcher of this process by its environment: torchrun, mpirun, srun, our supervisor, or none."""
 
 import atexit
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from trainer.errors import ConfigError
 
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torch's: ranks meet in a new store each time
-MARK = "ECHELON_RANK_PROCESS"  # the number of the process that is a rank
+MARK = "ECHELON_RANK_PROCESS"  # the process id of a rank
 USUAL = {
     # Read when torch loads. Idle OpenMP threads that spin would take the cores of ranks and data workers.
     "OMP_WAIT_POLICY": "passive",
@@ -23,7 +23,7 @@ USUAL = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }  # of a process that trains, unless the user has set them
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MPI_LOCALRANKID")
-OF_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "SLURM_STEP_", "SLURM_PROCID")  # begin their variables
+OF_LAUNCHERS = ("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "SLURM_STEP_", "SLURM_PROCID")  # prefixes of their variables
 OF_OURS = ("STORE", "ERROR_FILE", "PARENT", "ATTEMPT", "HEARTBEAT", "RANK_PROCESS")
 
 
@@ -35,13 +35,13 @@ class Place:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    store: str = ""  # path of a FileStore; empty: ranks meet by MASTER_ADDR and MASTER_PORT
-    launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: one process that no launcher started
-    starts: bool = False  # this process is no rank: it starts the ranks of its node, of which `rank` is the first
+    store: str = ""  # path of a FileStore; empty: ranks meet at MASTER_ADDR and MASTER_PORT
+    launcher: str = ""  # torchrun, mpirun, srun or echelon; empty: a single process without a launcher
+    starts: bool = False  # this process is not a rank: it starts its node's ranks, of which `rank` is the first
 
 
 def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: int | str = 1) -> Place:
-    """Return this process's place, by its launcher's variables, and set the MASTER_ADDR and MASTER_PORT of srun.
+    """Return this process's place from its launcher's variables; under srun, set MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ConfigError: A variable of the launcher is missing, is not a number, or contradicts the others or the settings.
@@ -86,7 +86,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
 
 
 def variables(place: Place, private: Path) -> dict[str, str]:
-    """Return the variables by which `detect` finds this place, and the file for the rank's report of an error."""
+    """Return the variables from which `detect` reads this place, and the path of the rank's error report."""
     return {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -121,7 +121,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:
-    """Return the least and the most nodes that `trainer.nodes` names.
+    """Return the minimum and maximum number of nodes in `trainer.nodes`.
 
     Raises:
         ConfigError: The value is neither a number nor a range.
@@ -136,10 +136,10 @@ def node_range(nodes: int | str) -> tuple[int, int]:
 def refuse_nodes(
     place: Place, env: Mapping[str, str], nodes: int | str, resume: str | None, run_dir: str | None
 ) -> None:
-    """Refuse settings with which ranks of several nodes, or ranks that torchrun starts again, could not go on.
+    """Refuse settings with which ranks on several nodes, or ranks that torchrun restarts, could not continue.
 
-    torchrun starts all ranks again after a failure (`--max-restarts`), and after a node came or went. These must meet
-    in a new store: the old store has entries of the ranks before them (pytorch#135712).
+    torchrun restarts all ranks after a failure (`--max-restarts`), and after a node joined or left. Restarted ranks
+    must meet in a new store because the old one has entries of their predecessors (pytorch#135712).
 
     Raises:
         ConfigError: No launcher started the other nodes, or restarted ranks lack a setting that they need to resume.
@@ -169,7 +169,7 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
     )
     store = ""
     if world > 1 and "MASTER_ADDR" not in env:
-        folder = env.get("PMIX_SERVER_TMPDIR", "")  # a folder of this mpirun on this node, which mpirun removes
+        folder = env.get("PMIX_SERVER_TMPDIR", "")  # this mpirun's folder on this node, which mpirun removes
         if local_world != world or not os.path.isdir(folder):
             raise ConfigError(
                 f"mpirun: {world} ranks on several nodes need an address to meet at; start them with "
@@ -181,7 +181,7 @@ def _open_mpi(env: MutableMapping[str, str]) -> Place:
 
 
 def _mpich(env: Mapping[str, str]) -> Place:
-    """Return the place that MPICH's or Intel MPI's mpirun gives. Neither offers a store for ranks to meet in."""
+    """Return the place under MPICH's or Intel MPI's mpirun. Neither offers a store for ranks to meet in."""
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     rank, world, local_rank, local_world = (_number(env, name) for name in names)
     if world > 1 and "MASTER_ADDR" not in env:
@@ -213,7 +213,7 @@ def _slurm(env: MutableMapping[str, str], devices: int | str) -> Place:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of SLURM's compressed list: "gpu[03-05,9],cpu1" -> "gpu03"."""
+    """Return the first host of a compressed SLURM list: "gpu[03-05,9],cpu1" -> "gpu03"."""
     name, bracket, rest = nodes.partition("[")
     if not bracket or "," in name:
         return name.split(",")[0]
@@ -229,7 +229,7 @@ def refuse_without_loopback() -> None:
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("127.0.0.1", 9))  # sends nothing
+            probe.connect(("127.0.0.1", 9))  # UDP, so nothing is sent
         except OSError as error:
             raise ConfigError(
                 f"trainer.devices: ranks of one node connect over the loopback interface: {error.strerror}; "
@@ -240,7 +240,7 @@ def refuse_without_loopback() -> None:
 def raise_file_limit() -> None:
     """Raise the limit of open files as far as the system allows.
 
-    gloo has a socket for each other rank and each group. A rank has a file for each tensor that its workers prefetched.
+    gloo needs a socket per peer and group, and a rank needs a file for each tensor that its workers have prefetched.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -248,9 +248,9 @@ def raise_file_limit() -> None:
 
 
 def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
-    """Give torch a new folder for compiled code if another user owns the usual one in TMPDIR.
+    """Use a new folder for torch's compiled code if another user owns the default one in TMPDIR.
 
-    torch._dynamo makes the folder while it loads, and later runs code from there.
+    torch._dynamo creates the folder when it is imported, and later runs code from there.
     """
     with contextlib.suppress(OSError, KeyError):  # this user has no name, or the folder does not exist
         usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
@@ -261,22 +261,22 @@ def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use. A batch system may grant a part of the node's cores."""
+    """Return the number of CPU cores that this process may use: a batch system may grant only some of the node's."""
     return len(os.sched_getaffinity(0))
 
 
 def threads_of(ranks: int) -> str:
-    """Return OMP_NUM_THREADS for each of so many ranks on this node: the user's, else an equal share of the cores."""
+    """Return OMP_NUM_THREADS for each of `ranks` on this node: the user's value, else an equal share of the cores."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
 
 
 def mark_rank(env: MutableMapping[str, str]) -> None:
-    """Note that this process is a rank, for `forget_ranks` of the commands that its code may start."""
+    """Mark this process as a rank, so that `forget_ranks` recognises commands that its code starts."""
     env[MARK] = str(os.getpid())
 
 
 def forget_ranks(env: MutableMapping[str, str]) -> None:
-    """Let a command that the code of a rank has started run alone: it would take that rank's place, and wait."""
+    """Let a command that a rank's code has started run alone; otherwise it would take that rank's place, and hang."""
     if env.get(MARK, str(os.getpid())) == str(os.getpid()):
         return
     ours = {f"ECHELON_{name}" for name in OF_OURS}
@@ -288,7 +288,7 @@ LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "ECHELON
 
 
 def is_first_rank() -> bool:
-    """Return whether this process prints the messages of all ranks: it is rank 0, or has no launcher."""
+    """Return whether this process prints messages for all ranks: it is rank 0, or has no launcher."""
     return not any(os.environ.get(name, "0") != "0" for name in LAUNCHED)
 
 

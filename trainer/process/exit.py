@@ -1,4 +1,4 @@
-"""Ends processes: after the first rank has printed the error, without the interpreter's shutdown, with the parent."""
+"""Ends processes: after the first rank has printed the error, without interpreter shutdown, or with the parent."""
 
 import atexit
 import contextlib
@@ -16,9 +16,9 @@ from trainer.timeouts import FIRST_RANK_S
 
 
 def wait_for_first_rank() -> None:
-    """Wait on all ranks of a node but the first, before an error is printed that all ranks may have.
+    """Delay all ranks of a node except the first, before they print an error that all ranks may have.
 
-    The first rank prints at once, and as it ends, torchrun, mpirun and `srun -K` end the others.
+    The first rank prints at once and exits, whereupon torchrun, mpirun and `srun -K` end the others.
     """
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     if any(os.environ.get(name, "0") != "0" for name in names):
@@ -38,7 +38,7 @@ def run_guarded(call: Callable[[], int]) -> int:
 
 
 def end_at_once(error: BaseException) -> NoReturn:
-    """Print the error, and end this process without any clean-up."""
+    """Print the error, and end this process without clean-up."""
     print(fold(message(error)), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,7 +47,7 @@ def end_at_once(error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def refuse_exit() -> Iterator[None]:
-    """Turn the end of a process that a user's code asks for into an error: exit(0) would pass for a finished run."""
+    """Turn `sys.exit` in user code into an error, because exit(0) would pass for a finished run."""
     try:
         yield
     except SystemExit as stop:
@@ -55,9 +55,9 @@ def refuse_exit() -> Iterator[None]:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process like `sys.exit`, but without the interpreter's shutdown.
+    """End this process like `sys.exit`, but without interpreter shutdown.
 
-    The shutdown may end a gloo thread that is just releasing a tensor. The process would then abort ("terminate called
+    The shutdown may end a gloo thread while it releases a tensor, and the process would abort ("terminate called
     without an active exception").
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for the data workers that are killed here

@@ -1,4 +1,4 @@
-"""Writes and reads heartbeats: the progress of a rank, and the time of its last move. Standard library only."""
+"""Writes and reads heartbeats: a rank's progress, and the time of its last sign of life. Standard library only."""
 
 import contextlib
 import faulthandler
@@ -18,16 +18,16 @@ FORMAT = struct.Struct("<qqqd")
 
 
 class Beat(NamedTuple):
-    began: int  # the step at which the rank began
+    began: int  # the step at which the rank started
     step: int  # the last step that the rank has finished
-    busy: int  # whether the rank writes a last checkpoint: each piece that it writes is a beat
+    busy: int  # whether the rank is writing its last checkpoint, with a beat for each piece
     until: float = 0.0  # the beat's time plus its extra seconds, by the node's monotonic clock
 
 
 class Heartbeat:
     """A file with the last `Beat`, which the supervisor reads; without a path no file is written.
 
-    A path that leads nowhere counts as none: an old launcher's variable may be in the environment.
+    A path that does not exist counts as none, because the environment may have an old launcher's variable.
     """
 
     def __init__(self, path: str = "") -> None:
@@ -45,7 +45,7 @@ class Heartbeat:
         """Call `on_still` after half of `still_s` seconds without a beat, counted from the next beat on.
 
         With `log`, after `still_s` seconds write the stacks of all threads to it, and end the process with code 124. A
-        thread counts its own ticks, so time in which the process is suspended does not count.
+        thread counts its own ticks, so that time during which the process is suspended does not count.
         """
         self.still_s, self.watched = still_s, True
         self.left_s = float("inf") if self.began < 0 else still_s
@@ -69,19 +69,19 @@ class Heartbeat:
             log.close()
 
     def close(self) -> None:
-        """End the watch, and close the file."""
+        """Stop watching, and close the file."""
         self.ended.set()
         if self.file is not None:
             os.close(self.file)
         self.file = None
 
     def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
-        """Write a heartbeat: the rank moves.
+        """Write a heartbeat.
 
         Args:
-            step: The step that is finished now.
+            step: The step that has just finished.
             patience_s: Extra seconds allowed for the work that begins now.
-            busy: The rank writes its last checkpoint.
+            busy: The rank is writing its last checkpoint.
         """
         if step is not None:
             self.began, self.step = step if self.began < 0 else self.began, step
@@ -98,7 +98,7 @@ def read(path: Path) -> Beat | None:
 
 
 def last(path: Path) -> Beat | None:
-    """Return the last beat, which may be from before the first step; None before the rank has planned."""
+    """Return the last beat, which may precede the first step; None before the rank has planned."""
     try:
         return Beat(*FORMAT.unpack(path.read_bytes()))
     except (OSError, struct.error):

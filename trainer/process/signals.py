@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 # Users, terminals and batch systems send these to stop a job.
 ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-# Batch systems and the kernel send these before they kill. A program may use them for something else.
+# Batch systems and the kernel send these before a kill. A program may use them for something else.
 WARNINGS = (signal.SIGUSR2, signal.SIGXCPU, signal.SIGPWR, signal.SIGIO)
 STOP = ASKED + WARNINGS
 EARLY = "stopped before the first step"
 
 
 def undo_inherited() -> None:
-    """Let signals arrive that a parent has blocked, and exit codes that it has asked the system to forget (SIGCHLD)."""
+    """Unblock signals that the parent has blocked, and stop ignoring SIGCHLD, which would lose exit codes."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP, signal.SIGCHLD})
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def ignore(*_: object) -> None:
-    """Do nothing in the main thread: the listener has read the signal from the wakeup descriptor."""
+    """Do nothing, because the listener reads the signal from the wakeup descriptor."""
 
 
 def handled_signals() -> list[signal.Signals]:
     """Return the signals of `STOP` that a listener handles.
 
-    Under nohup, SIGHUP stays ignored. A handler that a program set for one of `WARNINGS` stays.
+    Under nohup, SIGHUP stays ignored. A handler that a program has set for one of `WARNINGS` is kept.
     """
     asked = [n for n in ASKED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return asked + [n for n in WARNINGS if signal.getsignal(n) in (signal.SIG_DFL, ignore)]
@@ -51,9 +51,9 @@ def handled_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Hold back signals whose handlers may raise, as in a fork: Python drops what a handler raises there.
+    """Delay signals whose handlers may raise, for example during a fork, where Python drops the exception.
 
-    Blocking them would not do: another thread takes a signal that this one blocks.
+    Blocking them is not enough, because another thread receives a signal that this one blocks.
     """
     came: list[int] = []
     main = threading.current_thread() is threading.main_thread()
@@ -71,13 +71,13 @@ def held() -> Iterator[None]:
 
 
 class SignalListener:
-    """A context in which a thread calls `hear` with each signal to stop. Outer listeners are idle meanwhile.
+    """A context in which a thread calls `hear` with each stop signal. Outer listeners are idle meanwhile.
 
-    A Python handler runs only between two bytecodes of the main thread, so not during a collective. The interpreter
-    writes to its wakeup descriptor at once. Outside the main thread a listener does nothing.
+    A Python handler runs only between two bytecodes of the main thread, so not during a collective. By contrast, the
+    interpreter writes to its wakeup descriptor at once. Outside the main thread a listener does nothing.
     """
 
-    on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called at SIGUSR2 if that is no signal to stop
+    on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called on SIGUSR2 if that is not a stop signal
 
     def __init__(self, hear: Callable[[int], None]) -> None:
         self.hear = hear
@@ -110,9 +110,9 @@ class SignalListener:
 
 
 class StartupSignals(SignalListener):
-    """The listener of a process that has no checkpoint to write yet: a signal ends the process at once.
+    """The listener before there is a checkpoint to write: a signal ends the process at once.
 
-    The exit code is 75, or 130 for SIGINT. After a run has had its own listener, the code is 128 + the signal's number.
+    The exit code is 75, or 130 for SIGINT. Once a run has had its own listener, it is 128 + the signal's number.
     """
 
     over = False
@@ -132,11 +132,12 @@ class StartupSignals(SignalListener):
 class StopSignals(SignalListener):
     """The listener of a run: the first signal sets `name`, and a SIGINT after that ends the process.
 
-    A second SIGTERM ends nothing: a stop of a whole job signals the ranks and their launcher, which passes it on.
+    A second SIGTERM is ignored, because stopping a whole job signals both the ranks and their launcher, which forwards
+    the signal to the ranks.
     """
 
     name = ""
-    received = ""  # the last signal to stop that any run in this process has received
+    received = ""  # the last stop signal that any run in this process has received
 
     def __init__(self) -> None:
         super().__init__(self._stop)
@@ -155,7 +156,7 @@ class StopSignals(SignalListener):
 
 
 def ignore_stop_signals() -> None:
-    """Let a data worker live until its rank has saved: a batch system may signal all processes of a job."""
+    """Keep a data worker alive until its rank has saved, because a batch system may signal all processes of a job."""
     signal.set_wakeup_fd(-1)  # the inherited one is the rank's
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)

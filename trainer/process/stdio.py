@@ -1,4 +1,4 @@
-"""Keeps a run alive if standard input, output or error are closed or lose their reader."""
+"""Keeps a run alive if standard input, output or error is closed or loses its reader."""
 
 import contextlib
 import errno
@@ -12,20 +12,20 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 def open_standard_descriptors() -> None:
-    """Open /dev/null in place of each of the descriptors 0 to 2 that is closed, so that no other file takes its number.
+    """Open /dev/null for each closed descriptor from 0 to 2, so that no other file takes its number.
 
-    Call it before the process opens anything.
+    Call it before the process opens any file.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             os.set_inheritable(descriptor, True)
 
 
 def show_cursor() -> None:
-    """Show the cursor again, which a progress bar hides, before the process ends at once."""
+    """Show the cursor, which a progress bar hides, before the process ends without clean-up."""
     with contextlib.suppress(OSError):
         if os.isatty(1):
             os.write(1, SHOW_CURSOR + b"\r\n")
@@ -34,9 +34,9 @@ def show_cursor() -> None:
 class Output(io.TextIOWrapper):
     """Standard output or error that outlives its reader (`| head`, a closed ssh session): later text is dropped.
 
-    The loss is logged once. Python ignores SIGPIPE, so a write raises instead. While the disk of a file is full, only
-    the text written meanwhile is lost. A logging handler would not be enough: a recipe's `print`, the progress bar and
-    the help write to `sys.stdout` themselves.
+    The loss is logged once. Python ignores SIGPIPE, so a write raises instead. If output goes to a file on a full disk,
+    only text written while it is full is lost. A logging handler would not be enough, because a recipe's `print`, the
+    progress bar and the help write to `sys.stdout` directly.
     """
 
     def write(self, text: str, /) -> int:
@@ -58,18 +58,18 @@ class Output(io.TextIOWrapper):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())  # the buffered text goes there
         os.close(null)
-        log.info("%s is closed (%s): the run goes on; see metrics.jsonl and logs/", self.name, error.strerror)
+        log.info("%s is closed (%s): the run continues; see metrics.jsonl and logs/", self.name, error.strerror)
 
 
 def tolerate_closed_pipes() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by `Output`, which also shows names that are not UTF-8.
+    """Replace `sys.stdout` and `sys.stderr` with `Output`, which also prints names that are not UTF-8.
 
     If a shell has closed one of them (`>&-`), its text is dropped. A second call changes nothing. Standard error is
-    written by the line, also with PYTHONUNBUFFERED: lines of ranks that fail together would mix otherwise.
+    line-buffered even with PYTHONUNBUFFERED, so that lines of ranks that fail together do not mix.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
-        if isinstance(old, Output):  # the end of a replaced one would close the descriptor
+        if isinstance(old, Output):  # replacing it would close the descriptor once it is garbage-collected
             continue
         if old is None:
             new = open(os.devnull, "w")  # noqa: SIM115 it stays open
@@ -80,7 +80,7 @@ def tolerate_closed_pipes() -> None:
 
 
 def reopened(stream: io.TextIOWrapper, direct: bool) -> io.FileIO | io.BufferedWriter:
-    """Open the descriptor of a stream anew: a rank's may be a pipe now, and have been a file before the fork."""
+    """Reopen the descriptor of a stream, because a rank's may be a pipe now, and have been a file before the fork."""
     stream.flush()
     raw = io.FileIO(stream.fileno(), "w", closefd=False)
     raw.name = stream.name

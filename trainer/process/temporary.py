@@ -1,4 +1,4 @@
-"""Makes the folder of a run's temporary files. If a killed run leaves its folder, the next start removes it."""
+"""Creates a run's temporary folder. If a killed run leaves its folder behind, the next start removes it."""
 
 import contextlib
 import fcntl
@@ -9,16 +9,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST = 107 - len("/listener-12345678")  # bytes in the name of a folder for sockets
-PREFIX, MARK = "echelon-", ".swept"  # only folders with the mark are swept: they are locked while their run lives
+LONGEST = 107 - len("/listener-12345678")  # most bytes in the path of a folder for sockets
+PREFIX, MARK = "echelon-", ".swept"  # only folders with the mark, which live runs keep locked, are swept
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Make a folder in TMPDIR, locked while the run lives, and remove the folders of killed runs.
 
-    The lock holds in other PID namespaces, too. A container has a host name of its own, so no other start sweeps its
-    folders. systemd-tmpfiles leaves a locked folder alone.
+    The lock also works across PID namespaces. A container has its own host name, so a start elsewhere does not sweep
+    its folders. systemd-tmpfiles leaves a locked folder alone.
     """
     root = Path(tempfile.gettempdir())
     root.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner may have removed it
@@ -50,9 +50,9 @@ def sweep(root: Path) -> None:
 
 @contextlib.contextmanager
 def sockets_in(folder: Path) -> Iterator[None]:
-    """Let multiprocessing put the sockets of this process's children into `folder` instead of folders `pymp-*`.
+    """Let multiprocessing put the sockets of this process's children into `folder` instead of `pymp-*` folders.
 
-    A socket's address has at most 107 bytes, so a folder with a longer name is named by its descriptor.
+    A socket's address has at most 107 bytes, so a folder with a longer path is addressed by its descriptor.
     """
     config = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""The contract of a codec, error feedback around any codec, and the residuals that both keep from step to step."""
+"""Defines the interface of codecs, error feedback around any codec, and residuals kept from step to step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,10 +14,10 @@ from trainer.errors import ConfigError
 
 
 class Codec(Made):
-    """Base class of codecs. A codec makes a payload of a flat tensor, and decodes payloads.
+    """Base class of codecs. A codec encodes a flat tensor as a payload, and decodes payloads.
 
-    A codec of one payload has `encode`, `decode` and `payload_bytes`. A codec that communicates more than once
-    overrides `mean`, and `messages`.
+    A codec with a single payload implements `encode`, `decode` and `payload_bytes`. A codec that communicates more than
+    once overrides `mean` and `messages`.
     """
 
     gathers: bool = False  # payloads can't be summed in transit: `reduce` is the chain's end, an AllReduce
@@ -38,10 +38,10 @@ class Codec(Made):
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for a payload of as many elements as `like`, the same in every step.
+        """Return memory for a payload with as many elements as `like`, the same memory in every step.
 
-        On a CPU, fresh memory takes longer than the codec. Buckets of the same size share this memory, since one
-        bucket is sent at a time.
+        On a CPU, allocating fresh memory takes longer than the codec itself. Buckets of the same size share the memory
+        because one bucket is sent at a time.
         """
         key = like.numel(), dtype
         if key not in self.buffers:
@@ -49,7 +49,7 @@ class Codec(Made):
         return self.buffers[key]
 
     def join(self, ranks: int, rank: int, seed: int) -> None:
-        """Take the number of payloads in a mean, the index of this rank's, and the seed of random numbers."""
+        """Set the number of payloads in a mean, the index of this rank's payload, and the random seed."""
         self.ranks, self.rank, self.seed = ranks, rank, seed
 
     def forget(self) -> None:
@@ -72,11 +72,11 @@ class Codec(Made):
         return own.payload_bytes is not Codec.payload_bytes or own.messages is not Codec.messages
 
     def payload_bytes(self, shapes: Shapes) -> float:
-        """Return the bytes of the payload of a bucket of parameters of these shapes, in float32."""
+        """Return the payload's bytes for a bucket of float32 parameters of these shapes."""
         return 4.0 * elements(shapes)
 
     def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
-        """Return the collectives of `mean`, which the cost model times: of one payload, unless overridden."""
+        """Return the collectives of `mean`, for the cost model; by default those of one payload."""
         size = self.payload_bytes(shapes)
         return [Message("all_gather", ranks * size) if self.gathers else Message("all_reduce", size)]
 
@@ -85,7 +85,7 @@ class Codec(Made):
         return ranks if self.gathers else 1
 
     def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
-        """Return the payload, of a size that is the same on all ranks."""
+        """Return the payload, whose size is equal on all ranks."""
         raise NotImplementedError
 
     def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
@@ -93,7 +93,7 @@ class Codec(Made):
         raise NotImplementedError
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
-        """Put the mean over ranks of the sent parts into `out`, and leave the unsent part in `flat`.
+        """Write the mean over ranks of the sent parts to `out`, and leave the unsent part in `flat`.
 
         If `out` is `flat`, the unsent part is lost.
         """
@@ -103,7 +103,7 @@ class Codec(Made):
         self.send(payload, out, bucket, reduce)
 
     def send(self, payload: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
-        """Put the mean over ranks of the decoded payloads into `out`."""
+        """Write the mean over ranks of the decoded payloads to `out`."""
         if self.gathers:
             assert isinstance(reduce, AllReduce)
             rows = reduce.gather(payload)
@@ -195,7 +195,7 @@ class Residuals:
             self.of(bucket, own)
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
-        """Return all residuals by name, also restored ones that are not laid out yet."""
+        """Return all residuals by name, including restored ones that are not laid out yet."""
         asked: Stretches = {}
         for (kind, pieces), flat in self.flats.items():
             for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
@@ -203,7 +203,7 @@ class Residuals:
         return {kind: self.restored.get(kind, {}) | asked.get(kind, {}) for kind in self.restored | asked}
 
     def load(self, state: Stretches, names: Mapping[Tensor, str]) -> None:
-        """Keep `state` until it is laid out for buckets, which may have other pieces now."""
+        """Keep `state` until it is laid out for buckets, whose pieces may have changed."""
         self.flats, self.restored, self.names = {}, state, names
 
 
@@ -211,7 +211,7 @@ def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], n
     """Copy elements `start` to `stop` from `stretches` into `view`.
 
     Raises:
-        ConfigError: `stretches` lack some: other ranks have these.
+        ConfigError: `stretches` lack some of the elements, which other ranks have.
     """
     missing = stop - start
     for key, values in stretches.items():
@@ -223,18 +223,18 @@ def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], n
     if missing:
         raise ConfigError(
             f"trainer.resume: other ranks have the residuals of {name}; set callbacks.hierarchical and the size of "
-            "buckets as they were, or start anew with trainer.resume=null"
+            "buckets as they were, or start a new run with trainer.resume=null"
         )
 
 
 def merge(states: Iterable[Mapping[str, Stretches]]) -> dict[str, Stretches]:
-    """Return the mean of each element over the ranks that had it. One state is in memory at a time, beside the sums.
+    """Return the mean of each element over the ranks that had it, with one state at a time in memory next to the sums.
 
-    If every rank has an element, or every rank of a slow level, the next mean holds the same part of the element as
-    before. Any number of ranks may follow.
+    If every rank has an element, or every rank of a slow level, the next mean contains the same part of the element as
+    before. The run may continue with any number of ranks.
 
     Args:
-        states: Of each rank, several residuals by name.
+        states: For each rank, residuals by name.
     """
     means: dict[str, dict[str, dict[str, RunningMean]]] = {}
     for state in states:

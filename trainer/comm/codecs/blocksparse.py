@@ -1,4 +1,4 @@
-"""Sends only the blocks that are not zero on all ranks: exact, for embeddings and masked layers."""
+"""Omits blocks that are zero on all ranks; exact, and useful for embeddings and masked layers."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class BlockSparse(Codec):
     to the rounding of a sum in another order, and 0.0 if all ranks have -0.0.
 
     For P elements on N ranks, a rank sends (N - 1) * P / block / 8 bytes per step. Each reduced block adds 2 (N - 1) /
-    N * itemsize * block. The number of blocks is read on the host, which waits for a GPU.
+    N * itemsize * block bytes. The host reads the number of blocks, and therefore waits for a GPU.
 
     Args:
         block: Elements of a block. The rest of a bucket after its last whole block is always sent.
@@ -35,7 +35,7 @@ class BlockSparse(Codec):
         self.block = block
 
     def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
-        """Return those of a bucket in which hardly any block is zero, as if an embedding is the output layer, too."""
+        """Return the collectives if hardly any block is zero, as when an embedding is also the output layer."""
         return [Message("all_gather", ranks * elements(shapes) / self.block / 8), *plain(shapes)]
 
     def decodes(self, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Sends gradients in 16 bits: bf16, and fp16 under a scale that all ranks share."""
+"""Sends gradients in 16 bits: bf16, or fp16 with a scale that all ranks share."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from trainer.cost.messages import Message, Shapes, elements
 
 
 class BFloat16(Codec):
-    """Sends bfloat16: float32's range and 8 bits of precision. torch's `bf16_compress_hook` makes one more pass.
+    """Sends bfloat16, with float32's range and 8 bits of precision. Torch's `bf16_compress_hook` needs one more pass.
 
     The cast, the division by the number of ranks and each addition round by at most 2^-8 of the mean of magnitudes.
     """
@@ -31,7 +31,7 @@ class Float16(Codec):
     All ranks agree on a power of two for each bucket: the largest for which no partial sum can exceed 65,504, whatever
     the loss scale.
 
-    A value that is not finite stays so. One more number is sent before each bucket.
+    A value that is not finite stays so. One extra number is sent before each bucket.
     """
 
     def messages(self, shapes: Shapes, ranks: int) -> list[Message]:

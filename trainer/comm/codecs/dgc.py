@@ -16,21 +16,21 @@ from trainer.comm.reduce import Reduce
 class DGC(Sparse):
     """Deep gradient compression (Lin et al. 2018, arXiv:1712.01887): sends the largest accumulated elements.
 
-    It has momentum correction, factor masking, local clipping and a warm-up of the density. Each element has a velocity
-    u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v become zero.
+    It uses momentum correction, factor masking, local clipping and a warm-up of the density. Each element has a
+    velocity u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v become zero.
 
-    DGC keeps the unsent part itself: nothing is left to error feedback around it. Memory: one copy of the reduced
-    tensor, two with momentum. Bytes from each rank to each other, for each bucket:
+    DGC keeps the unsent part itself, so error feedback around it has nothing to add. Memory: one copy of the reduced
+    tensor, or two with momentum. Bytes from each rank to each other rank, per bucket:
     6 * ceil(density * n) + 4 * ceil(n / 65536).
 
     Args:
         density: Share of a bucket's elements that a rank sends after the warm-up.
-        momentum: SGD's, which belongs here: the optimizer's own must be 0 then. It is 0 under an optimizer with a first
-            moment of its own, such as Adam.
-        clip_norm: Limit of the norm of each parameter's gradient over all ranks. A rank clips its own to clip_norm /
-            sqrt(ranks) before it adds up, as the authors' code does. A slice of a parameter is clipped alone. Two
-            passes.
-        warmup_steps: From step 0, a fifth of these each sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, or `density` if
+        momentum: SGD's momentum, which is applied here, so the optimizer's own must be 0. Set it to 0 for an optimizer
+            with its own first moment, such as Adam.
+        clip_norm: Limit of the norm of each parameter's gradient over all ranks. As in the authors' code, a rank clips
+            its own gradient to clip_norm / sqrt(ranks) before accumulation. A slice of a parameter is clipped on its
+            own. This takes two passes.
+        warmup_steps: From step 0, each fifth of these steps sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, or `density` if
             that is more.
     """
 
@@ -63,14 +63,14 @@ class DGC(Sparse):
         v += flat if u is None else torch.add(flat, u, alpha=self.momentum, out=u)
         values, indices = self.select(v, bucket)
         for kept in (v,) if u is None else (u, v):
-            kept.index_fill_(0, indices, 0.0)  # not by subtraction: a value that is not finite would stay for ever
+            kept.index_fill_(0, indices, 0.0)  # not by subtraction: a value that is not finite would stay forever
         if out is not flat:
             flat.zero_()
         self.send(self.pack(values, indices, flat.numel()), out, bucket, reduce)
 
 
 def clip(gradients: list[Tensor], limit: float) -> None:
-    """Clip each tensor to at most this norm, without a host sync. A tensor that holds NaN stays as it is."""
+    """Clip each tensor to at most this norm, without a host sync. A tensor that contains NaN is unchanged."""
     for gradient in gradients:
         norm = torch.linalg.vector_norm(gradient)
         gradient *= torch.where(norm > limit, limit / norm, 1.0)

@@ -18,17 +18,17 @@ from trainer.rng import INT8_NOISE, mix
 class Int8(Codec):
     """Quantises each block to multiples of 1/127 of its largest magnitude, the block's step.
 
-    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and the maximum norm. Each rank gets one shard of
-    all ranks' blocks (all-to-all), adds these in float32, and quantises the mean again. Then all ranks gather the
-    means. For P elements on N ranks, a rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step.
+    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and the maximum norm. Each rank receives one shard of
+    all ranks' blocks (all-to-all), sums them in float32, and quantises the mean again. Then all ranks gather the means.
+    For P elements on N ranks, a rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step.
 
-    Stochastic roundings err by less than one step, and are unbiased (to 2^-17 of a step). Nearest ones err by at most
-    half a step. A block with a value that is not finite has no finite value afterwards. With error feedback, the owner
-    of a shard keeps the loss of its second rounding, for all ranks.
+    Stochastic rounding errs by less than one step, and is unbiased (to 2^-17 of a step). Rounding to nearest errs by at
+    most half a step. A block that contains a value that is not finite has no finite value afterwards. With error
+    feedback, the owner of a shard keeps the error of the second rounding, on behalf of all ranks.
 
     Args:
-        rounding: Stochastic rounding depends on the seed, the step, the rank and the bucket alone, so a resume has the
-            same bits.
+        rounding: Stochastic rounding depends only on the seed, the step, the rank and the bucket, so that a resume
+            gives the same bits.
         block: Elements per scale; a multiple of 4.
     """
 
@@ -45,7 +45,7 @@ class Int8(Codec):
         return [Message("all_to_all", size), Message("all_gather", size)]
 
     def decodes(self, ranks: int) -> int:
-        """Return 1: the decoding of shards is a part of encoding."""
+        """Return 1, because decoding shards is part of encoding."""
         return 1
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
@@ -91,7 +91,7 @@ class Int8(Codec):
 
 def quantise(x: Tensor, records: Tensor, noise: torch.Generator | None) -> None:
     """Put (blocks, block) float32 into (blocks, 4 + block) bytes."""
-    # A little more than the largest / 127, so that rounding never gives a code above 127. Its inverse is finite.
+    # Slightly more than the largest / 127, so that rounding never gives a code above 127. Its inverse is finite.
     scale = x.abs().amax(1, keepdim=True).mul_((1 + 2**-20) / 127).clamp_(min=2.0**-120)
     records[:, :4].view(torch.float32).copy_(scale)
     codes = x * scale.reciprocal_()

@@ -1,4 +1,4 @@
-"""Sends matrices as products of two thin ones."""
+"""Sends matrices as products of two thin matrices."""
 
 import math
 
@@ -14,14 +14,14 @@ from trainer.rng import POWERSGD_START, mix
 
 
 class PowerSGD(Codec):
-    """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): one step of power iteration from where the last one ended.
+    """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): one step of power iteration, continued from the previous result.
 
-    A gradient of m x n (its first dimension x the others) is sent as rank * (m + n) numbers, if these are fewer. All
-    others are sent uncompressed with the first factors: vectors, small matrices, parts of parameters. A bucket takes
-    two all-reduces. 16-bit gradients are computed with and sent in float32.
+    An m x n gradient (first dimension x all others) is sent as rank * (m + n) numbers, if these are fewer. Vectors,
+    small matrices and parts of parameters are sent uncompressed with the first factors. A bucket takes two all-reduces.
+    16-bit gradients are converted to float32 for computing and sending.
 
-    This rank's residual is its gradient minus P times its own Q; the paper subtracts P times the mean of all Qs. The
-    means of both over ranks are equal, and the next mean gradient depends only on the mean.
+    This rank's residual is its gradient minus P times its own Q, whereas the paper subtracts P times the mean of all
+    Qs. Both have the same mean over ranks, and the next mean gradient depends only on that mean.
 
     Memory: rank * n numbers per matrix.
     """
@@ -64,12 +64,12 @@ class PowerSGD(Codec):
             self._keep(param, q)
 
     def compresses(self, piece: Tensor) -> bool:
-        """Return whether a piece is compressed. Whole pieces of a bucket have the parameter's shape."""
+        """Return whether a piece is compressed. A bucket's whole pieces have their parameter's shape."""
         m, n = (1, 1) if piece.dim() < 2 else piece.flatten(1).shape
         return self.columns * (m + n) < m * n
 
     def q(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Return Q, transposed. The first Q is drawn from a normal distribution, alike on all ranks for any buckets."""
+        """Return Q, transposed. The first Q is normally distributed, and equal on all ranks whatever the buckets."""
         m, n = grad.flatten(1).shape
         q = self.shared["q"].get(param)
         if q is None or q.shape != (self.columns, n):
@@ -79,13 +79,13 @@ class PowerSGD(Codec):
         return q
 
     def _keep(self, param: Tensor, q: Tensor) -> None:
-        """Keep `q` as the start of the next step. A row that is zero or not finite stays as it was."""
+        """Keep `q` as the start of the next step, except for rows that are zero or not finite."""
         norms = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         self.shared["q"][param] = torch.where((norms > 0) & norms.isfinite(), q, self.shared["q"][param])
 
 
 def factors(shapes: Shapes, rank: int, least: float = 1.0) -> list[Message]:
-    """Return the two all-reduces of PowerSGD, which compresses a matrix if that makes it `least` times smaller."""
+    """Return PowerSGD's two all-reduces if it compresses the matrices that become `least` times smaller."""
     first = second = 0
     for m, n in ((shape[0], math.prod(shape[1:])) for shape in shapes):
         thin = n > 1 and rank * (m + n) * least < m * n
@@ -94,7 +94,7 @@ def factors(shapes: Shapes, rank: int, least: float = 1.0) -> list[Message]:
 
 
 def orthonormal(rows: Tensor) -> Tensor:
-    """Return orthonormal rows that span the same space. Zeros give orthonormal rows, too."""
+    """Return orthonormal rows that span the same space. Zero rows are replaced with orthonormal ones."""
     return torch.linalg.qr(rows.t()).Q.t()
 
 

@@ -1,4 +1,4 @@
-"""The codecs by name, and the knobs that each has."""
+"""The codecs by name, and each codec's knobs."""
 
 import inspect
 from typing import Any
@@ -26,7 +26,7 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def make(name: str, knobs: dict[str, Any]) -> Codec:
-    """Make the codec `name`. A knob that is None is left to the codec.
+    """Make the codec `name`. A knob that is None keeps the codec's default.
 
     Raises:
         ConfigError: There is no such codec, or the codec lacks a given knob or refuses its value.
@@ -43,6 +43,6 @@ def make(name: str, knobs: dict[str, Any]) -> Codec:
 
 
 def name_of(codec: Codec) -> str:
-    """Return the name of a codec in the registry; the full name of another class."""
+    """Return a codec's name in the registry, or the full class name if it is not registered."""
     kind = type(codec)
     return next((name for name, own in CODECS.items() if own is kind), f"{kind.__module__}.{kind.__qualname__}")

@@ -9,16 +9,16 @@ from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
 from trainer.cost.messages import Shapes, elements
 
-# As a factor of 8 bytes that are 0 or 1, it moves byte i's bit to bit 56 + i; no two sums of its terms collide.
+# Multiplying 8 bytes, each 0 or 1, by it moves byte i's bit to bit 56 + i; no two terms of the product collide.
 SPREAD = 0x0102040810204080
 
 
 class Sign(Codec):
     """EF-signSGD (Karimireddy et al. 2019, arXiv:1901.09847): the signs and the mean magnitude of each piece.
 
-    A piece is a parameter or a part of one. Zero counts as positive. For P elements on N ranks, a rank sends (N - 1) *
-    (P / 8 + 4 per piece) bytes per step. From 64 ranks on, that is more than an all-reduce in float32. A piece with a
-    value that is not finite has no finite value afterwards.
+    A piece is a parameter or part of one. Zero counts as positive. For P elements on N ranks, a rank sends
+    (N - 1) * (P / 8 + 4 per piece) bytes per step. With 64 ranks or more, that exceeds an all-reduce in float32. A
+    piece that contains a value that is not finite has no finite value afterwards.
     """
 
     gathers: bool = True
@@ -41,7 +41,7 @@ class Sign(Codec):
 
     def decode(self, payload: Tensor, out: Tensor, weight: float, bucket: Bucket) -> None:
         pieces = [piece.view(-1) for piece in bucket.split(out)]
-        # A copy, because a row of several payloads need not start at a multiple of 4 bytes.
+        # Copied because a row of several payloads need not start at a multiple of 4 bytes.
         scales = payload[: 4 * len(pieces)].clone().view(torch.float32) * weight
         table, start = 2.0 * table_of_bits(out.device) - 1.0, 4 * len(pieces)
         for piece, scale in zip(pieces, scales, strict=True):

@@ -14,9 +14,9 @@ from trainer.comm.codecs.base import Codec
 from trainer.cost.messages import Shapes, elements
 from trainer.rng import GOLDEN
 
-MAGNITUDE = 0x7FFFFFFF  # a float32's bits but for the sign: as integers in the order of magnitudes, NaN above all
-SAMPLES = 1 << 16  # a threshold is estimated from so many elements, up to twice as many
-SIGMAS = 3.0  # standard deviations of the sampling by which a threshold is below the estimate
+MAGNITUDE = 0x7FFFFFFF  # a float32's bits except the sign: as integers they sort by magnitude, with NaN on top
+SAMPLES = 1 << 16  # a threshold is estimated from this many elements, or up to twice as many
+SIGMAS = 3.0  # standard deviations of the sampling by which the threshold is lowered below the estimate
 BLOCK = 1 << 16  # elements; an index within a block has 16 bits
 CHUNK = 1 << 18  # elements that are compared at once: the temporaries stay in the processor's cache
 
@@ -24,9 +24,9 @@ CHUNK = 1 << 18  # elements that are compared at once: the temporaries stay in t
 class Sparse(Codec):
     """Base class of codecs that send the `density * n` elements of largest magnitude, as values and indices of 16 bits.
 
-    `encode` and `decode` take the elements as they are; `mean` is the codec's own. A pass is one operation over all
-    elements. A selection is three passes on a CPU: magnitude, comparison, indices. These move 1.4 times the tensor in
-    bytes if the cache holds a chunk of 1 MiB. On a GPU, a selection takes a temporary of 1.25 tensors.
+    `encode` and `decode` use the elements unchanged; each codec has its own `mean`. A pass is one operation over all
+    elements. A selection takes three passes on a CPU: magnitude, comparison, indices. These move 1.4 times the tensor's
+    bytes if the cache holds a chunk of 1 MiB. On a GPU, a selection needs temporary memory of 1.25 tensors.
     """
 
     gathers: bool = True
@@ -56,8 +56,9 @@ class Sparse(Codec):
     def pack(self, values: Tensor, indices: Tensor, n: int) -> Tensor:
         """Pack values and indices into int32.
 
-        The payload has, for each block of 65,536 elements, the number of values up to its end. Then come the values,
-        and each one's place in its block, in 16 bits. Integers, because a copy of floats may alter a NaN.
+        The payload starts with the number of values up to the end of each block of 65,536 elements. Then follow the
+        values, and the position of each in its block, in 16 bits. It consists of integers, because copying floats may
+        alter a NaN.
         """
         ends = torch.arange(BLOCK, n + BLOCK, BLOCK, device=indices.device)
         until = torch.searchsorted(indices, ends).int()
@@ -96,15 +97,15 @@ def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def ascending(indices: Tensor) -> Tensor:
-    """Sort indices; on a CPU by numpy, which is several times as fast."""
+    """Sort indices; on a CPU with numpy, which is several times as fast."""
     return torch.from_numpy(np.sort(indices.numpy())) if indices.device.type == "cpu" else indices.sort().values
 
 
 def estimate(bits: Tensor, k: int, step: int) -> tuple[Tensor, int]:
     """Estimate a magnitude that slightly more than k elements reach, and twice the number of these elements.
 
-    The estimate takes every `stride`-th element, from another start at each step. The stride has no factor 2 or 3: most
-    rows' lengths have such factors, and the sample should include all columns.
+    The sample is every `stride`-th element, with a different start in each step. The stride has no factor 2 or 3,
+    because most row lengths have such factors, and the sample should include all columns.
     """
     stride = len(bits) // SAMPLES | 1
     stride += 2 * (stride % 3 == 0)
@@ -124,8 +125,8 @@ def reaching(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
 def reaching_cpu(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
     """Return the indices of the first `room` elements that reach the threshold.
 
-    On one thread, torch compares 3 times and finds indices 5 times slower than numpy. Fresh memory of the tensor's size
-    costs more than all of this.
+    On one thread, torch is 3 times slower than numpy at comparing, and 5 times at finding indices. Allocating memory of
+    the tensor's size costs more than all of this.
     """
     everything, least, found = bits.numpy(), threshold.item(), []
     for start in range(0, len(bits), CHUNK):

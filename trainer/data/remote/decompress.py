@@ -16,18 +16,18 @@ OTHERS = re.compile(rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18|\x1f\x9d|LZIP|PK\x03\x0
 PACKED = re.compile(r"(?i)\.(?:(t)(?:gz|bz2?|xz)|gz|bz2|xz)$")
 PACKED_OTHERWISE = re.compile(r"(?i)\.(?:t?zstd?|t?lz4|lz|lzma|lzo|z|br|zip|7z)$")
 WAY = "compress it with gzip, bzip2, xz or not at all, or let a program unpack it, as 'pipe:zstd -dc FILE'"
-MOST_AT_ONCE = 8 << 20  # bytes of output at a time; a few bytes of input may become any number
-INPUT = 16 << 10  # bytes of input at a time, since the end of each stream copies the rest of them
-MOST_MEMORY = 512 << 20  # bytes for xz, whose files demand an amount: those of `xz -9` demand 65 MiB
+MOST_AT_ONCE = 8 << 20  # bytes of output at a time, because a few bytes of input may expand to any size
+INPUT = 16 << 10  # bytes of input at a time, because the rest of them is copied at the end of each stream
+MOST_MEMORY = 512 << 20  # bytes for xz, whose files determine the amount: those of `xz -9` need 65 MiB
 END = -1
 
 
 class NotUnpacked(DataError):
-    """A compressed shard is cut or damaged."""
+    """A compressed shard is truncated or damaged."""
 
 
 def is_packed(name: str) -> bool:
-    """Return whether a shard's name says that it is compressed.
+    """Return whether a shard is compressed, judging by its name.
 
     Raises:
         DataError: The name has the extension of another format than gzip, bzip2 and xz.
@@ -38,7 +38,7 @@ def is_packed(name: str) -> bool:
 
 
 def starts_packed(first: bytes) -> bool:
-    """Return whether bytes begin like a format that `unpack` decompresses."""
+    """Return whether the bytes begin with the signature of a format that `unpack` decompresses."""
     return any(re.match(start, first) for start in STARTS)
 
 
@@ -48,10 +48,10 @@ def plain_name(name: str) -> str:
 
 
 def unpack(parts: Generator[tuple[int, bytes]], where: object) -> Generator[tuple[int, bytes]]:
-    """Yield the decompressed bytes with their positions; the first bytes say the format. A position of 0 begins anew.
+    """Yield the decompressed bytes with their positions, detecting the format. A position of 0 means a restart.
 
     Raises:
-        NotUnpacked: The content is cut, damaged, or goes on after its end. The message names `where`.
+        NotUnpacked: The content is truncated, damaged, or continues after its end. The message names `where`.
     """
     first, stream, done = b"", None, 0
     with contextlib.closing(parts):
@@ -84,7 +84,7 @@ class Uncompressed:
 
 
 class Streams:
-    """Decompresses concatenated streams as one, like the formats' own tools. Zeros may fill the end."""
+    """Decompresses concatenated streams as one, like the formats' own tools. Zeros may follow the end."""
 
     def __init__(self, new: Callable[[], Any]) -> None:
         self.new, self.current = new, None

@@ -1,4 +1,4 @@
-"""Downloads a shard from a server, a compressed file or a program: all its bytes, or an error."""
+"""Downloads a shard from a server, a compressed file or a program: all of its bytes, or an error."""
 
 import contextlib
 import functools
@@ -26,14 +26,14 @@ from trainer.redact import redact_urls
 
 SCHEMES = ("http", "https", "s3", "gs")
 PACKAGES = {"s3": "s3fs>=2025.1", "gs": "gcsfs>=2025.1"}
-LATER = (408, 425, 429)  # HTTP codes below 500 after which another try may succeed
+LATER = (408, 425, 429)  # HTTP codes below 500 after which a retry may succeed
 CHUNK = 8 << 20
 PIPE = 1 << 16  # size of the pipe's buffer
 
 HANDLERS = (
     *(request.ProxyHandler, request.UnknownHandler, request.HTTPHandler, request.HTTPSHandler),
     *(request.HTTPDefaultErrorHandler, request.HTTPRedirectHandler, request.HTTPErrorProcessor),
-)  # urllib's own but for ftp, files and data: a server could redirect to these
+)  # urllib's own, without ftp, files and data, to which a server could redirect
 
 URL = re.compile(r"(\w[\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)[^\s'\"]*")  # in a command: scheme, host and path
 
@@ -42,29 +42,29 @@ RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]+|\*)")  # a head
 
 
 class WrongRange(OSError):
-    """A server continues a download with bytes from elsewhere."""
+    """A server continues a download at the wrong position."""
 
 
 class Source(NamedTuple):
     file: Any
-    read: Callable[[], bytes]  # returns some of the next bytes, none at the end
+    read: Callable[[], bytes]  # returns some of the next bytes, or none at the end
     start: int  # position of the first byte
     size: int | None  # bytes of the whole content; None: unknown
-    mark: str | None  # identifies this content, such as an ETag
+    mark: str | None  # identifies the content, such as an ETag
 
 
 def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
-    """Yield all bytes at `url` with their positions, or raise. A position of 0 begins anew.
+    """Yield all bytes at `url` with their positions, or raise. A position of 0 means a restart.
 
     Raises:
         DataError: The content does not exist, or may not be read. Raised at once.
         ConfigError: The URL is invalid. Raised at once.
-        UnavailableError: The server or the program gave no new byte for `patience_s`.
+        UnavailableError: The server or the program sent no new byte for `patience_s`.
     """
     scheme = url.partition(":")[0]
     reach = {"http": _by_http, "https": _by_http, "file": _by_file, "pipe": _by_program}.get(scheme, _by_fsspec)
     done, most, mark, progress_at = 0, 0, None, time.monotonic()
-    reasons: list[str] = []  # of the failures since the last new byte
+    reasons: list[str] = []  # reasons of the failures since the last new byte
     while True:
         try:
             source = reach(url, done, mark)
@@ -121,7 +121,7 @@ def _by_http(url: str, done: int, mark: str | None) -> Source:
 
 
 def _by_proxy(url: str) -> str:
-    """Return a remark that names the proxy of the environment through which a URL is asked for; empty without one."""
+    """Return a remark naming the proxy, from the environment, through which a URL is requested; empty without one."""
     scheme, _, rest = url.partition("://")
     proxy = request.getproxies().get(scheme) if scheme in ("http", "https") else None
     if not proxy or request.proxy_bypass(rest.partition("/")[0]):
@@ -130,7 +130,7 @@ def _by_proxy(url: str) -> str:
 
 
 def _by_fsspec(url: str, done: int, mark: str | None) -> Source:
-    """Read by a driver of fsspec, which knows the protocol and finds the credentials."""
+    """Read with an fsspec driver, which knows the protocol and finds the credentials."""
     import fsspec
 
     scheme = urlsplit(url).scheme
@@ -162,7 +162,7 @@ def _by_program(url: str, done: int, mark: str | None) -> Source:
 
 
 class Program:
-    """A program whose output is a shard. It has no shell and no input, and ends with this process at the latest."""
+    """A program whose output is a shard. It has no shell and no input, and ends no later than this process."""
 
     def __init__(self, url: str) -> None:
         with contextlib.ExitStack() as stack:
@@ -203,7 +203,7 @@ class Program:
         self.stderr.close()
 
     def _end(self) -> int:
-        """Kill the rest of the process group, while its number is still reserved, and return the exit code."""
+        """Kill the rest of the process group while its id is still reserved, and return the exit code."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -232,7 +232,7 @@ def is_final(error: Exception) -> bool:
 
 
 def shown(url: str) -> str:
-    """Return the URL without its user, password, query and fragment, which may be secret."""
+    """Return the URL without user, password, query and fragment, which may be secret."""
     if url.startswith("pipe:"):
         return URL.sub(r"\1\2", url)
     if url.startswith("file://"):

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
-FOLDER = "echelon-shards"  # in data.cache_dir; nothing outside of it is deleted
+FOLDER = "echelon-shards"  # in data.cache_dir; nothing outside it is deleted
 SHARD = re.compile(r"(\.part-)?[0-9a-f]{64}")  # other files in the folder are not deleted
-OWN = re.compile(rf"\.lock|({SHARD.pattern})(\.idx)?")  # all that is in the folder beside the marker
-MARKER = "CACHEDIR.TAG"  # backup programs leave out a folder with such a file
+OWN = re.compile(rf"\.lock|({SHARD.pattern})(\.idx)?")  # everything in the folder except the marker
+MARKER = "CACHEDIR.TAG"  # backup programs skip a folder with such a file
 TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# Shards that Echelon has downloaded or unpacked, and deletes.\n"
 
 
@@ -21,7 +21,7 @@ def make_folder(folder: Path) -> None:
     """Make the folder of shards, marked as Echelon's. A program that deletes old files may have deleted the marker.
 
     Raises:
-        OSError: The folder can't be made, is a link, or holds other files and has no marker.
+        OSError: The folder can't be created, is a link, or contains other files but no marker.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
@@ -36,14 +36,14 @@ def make_folder(folder: Path) -> None:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether there is a regular file at `path`, which is no link."""
+    """Return whether there is a regular file at `path`, not a link."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_ISREG(path.lstat().st_mode)
     return False
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """Open a file of a folder that other users may write; an `opener` for `open`.
+    """Open a file in a folder that other users may write to; an `opener` for `open`.
 
     Raises:
         OSError: The file is a link, which may lead to any file, or a pipe, which would block a reader.
@@ -56,7 +56,7 @@ def open_regular(path: str | Path, flags: int) -> int:
 
 
 def claim(file: BinaryIO) -> bool:
-    """Lock the file for this process, and return whether that succeeded. The lock ends with the file or the process."""
+    """Try to lock the file, and return whether that succeeded. Closing it or ending the process releases the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -74,8 +74,8 @@ def is_at(file: BinaryIO, path: Path) -> bool:
 def evict(folder: Path, most: int, spare_s: float) -> int:
     """Remove abandoned parts, then the least recently used shards; return the bytes still above `most`.
 
-    Only files named by `SHARD` count and are removed; a link is neither. A shard stays while it is open, and for
-    `spare_s` after its last use. The caller has the folder's lock.
+    Only files that match `SHARD` are counted and removed, and links are neither. A shard stays while it is open, and
+    for `spare_s` after its last use. The caller holds the folder's lock.
     """
     now, found = time.time_ns(), []
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""Downloads remote shards ahead of their use, in the order of training, in a process beside the data workers."""
+"""Downloads remote shards ahead of their use, in training order, in a process alongside the data workers."""
 
 import contextlib
 import logging
@@ -20,8 +20,8 @@ from trainer.data.sampling.order import Order, Ref
 from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
 
-DOWNLOADS = 4  # at the same time, of each rank
-FAR = 10_000  # steps, or micro-batches of a validation, that are looked ahead at most
+DOWNLOADS = 4  # simultaneous downloads per rank
+FAR = 10_000  # the most steps, or micro-batches of a validation, to look ahead
 Needs = Callable[[], Iterator[set[int]]]  # yields the shards of each step, or of each micro-batch of a validation
 
 
@@ -29,14 +29,14 @@ Needs = Callable[[], Iterator[set[int]]]  # yields the shards of each step, or o
 def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int) -> Iterator[Callable[[], None]]:
     """Download each lane's shard and its next one in a process, if the folder has room for both.
 
-    The caller calls the result after each step, or each micro-batch of a validation. A thread instead of the process
-    would slow the interpreter down, and workers forked meanwhile would inherit its locks. It would also take random
-    numbers from transforms, since drivers draw some for their pauses. The process reports no failure: a reader of the
-    shard will meet it.
+    The caller calls the result after each step, or each micro-batch of a validation. It is a process because a thread
+    would slow the interpreter down, and workers forked meanwhile would inherit its locks. A thread would also consume
+    the transforms' random numbers, because drivers draw some for their pauses. The process does not report failures,
+    since a reader of the shard will run into them.
 
     Args:
-        remote: Number -> remote shard.
-        ranks: Number of ranks that share the folder; each uses an equal part.
+        remote: Shard number -> remote shard.
+        ranks: Number of ranks that share the folder, each of which uses an equal part.
     """
     if not remote:
         yield lambda: None
@@ -105,9 +105,9 @@ class Window:
 
     Args:
         needs: The shards of each micro-batch, in order.
-        sizes: Shard -> bytes; shards that are not in it are left out.
+        sizes: Shard -> bytes; other shards are ignored.
         most: Number of shards above which the window does not grow.
-        room: Bytes that the shards may have together. If the next micro-batch alone has more, the window is empty.
+        room: Total bytes of the shards. If the next micro-batch alone needs more, the window is empty.
     """
 
     def __init__(self, needs: Iterator[set[int]], sizes: Mapping[int, int], most: int, room: int) -> None:
@@ -116,7 +116,7 @@ class Window:
         self.last: dict[int, int] = {}  # shard -> the last micro-batch in the window that needs it
 
     def move(self, done: int) -> Iterator[int]:
-        """Drop the micro-batches before `done`, and yield the shards that come in."""
+        """Drop the micro-batches before `done`, and yield the shards that enter the window."""
         for shard in [shard for shard, last in self.last.items() if last < done]:
             del self.last[shard]
         while self.next and len(self.last) < self.most and (number := self.next[0]) < done + FAR:
@@ -132,7 +132,7 @@ class Window:
 def training_needs(order: Order | Mixture, steps: Iterable[tuple[int, Split]], rank: int) -> Iterator[set[int]]:
     """Yield the shards of each of the steps at these positions.
 
-    Counts of micro-batches would not do: a split that changes during the run may change how many a step has.
+    Counting micro-batches would not work, because a changing split may change how many a step has.
     """
     for start, split in steps:
         yield order.shards(start, start + split.samples, rank, split.shares)

@@ -1,4 +1,4 @@
-"""Keeps shards that can't be read in place: one process per node downloads each into a folder of limited size."""
+"""Stores shards that can't be read in place: one process per node downloads each into a folder of limited size."""
 
 import contextlib
 import fcntl
@@ -53,19 +53,19 @@ class Remote(NamedTuple):
 
     @property
     def may_change(self) -> bool:
-        """Whether the content may change under the same key. A local file that is written again gets another key."""
+        """Whether the content may change under the same key. A local file that is rewritten gets another key."""
         return not self.url.startswith("file://")
 
     def open(self) -> BinaryIO:
-        """Open the whole shard, which stays in the folder until this file is closed.
+        """Open the complete shard, which stays in the folder until this file is closed.
 
         Raises:
             DataError: The shard does not exist, or can't be stored in the folder.
             ConfigError: The shard has changed since it was indexed.
-            UnavailableError: The server gave nothing for too long.
+            UnavailableError: The server sent nothing for too long.
         """
         while (file := self._get()) is None:
-            time.sleep(0.05)  # another process downloads it
+            time.sleep(0.05)  # another process is downloading it
         return file
 
     def _get(self) -> BinaryIO | None:
@@ -79,12 +79,12 @@ class Remote(NamedTuple):
             ) from None
 
     def fetch(self) -> None:
-        """Download the shard for a later `open`, with the same errors."""
+        """Download the shard for a later `open`; raises the same errors."""
         if file := self._replace(ahead=True)._get():
             file.close()
 
     def drop(self) -> None:
-        """Remove the shard; the next `open` downloads it."""
+        """Remove the shard, so that the next `open` downloads it."""
         self.file.unlink(missing_ok=True)
 
     def refuse_larger(self, size: int) -> None:
@@ -101,7 +101,7 @@ class Remote(NamedTuple):
             return file
 
     def _download(self) -> BinaryIO | None:
-        """Download the shard; return None if another process does so, or has done so."""
+        """Download the shard; return None if another process is doing so, or has done so."""
         part = self.file.with_name(f".part-{self.file.name}")
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(os.fdopen(open_regular(part, os.O_RDWR | os.O_CREAT), "r+b"))
@@ -122,7 +122,7 @@ class Remote(NamedTuple):
             return file
 
     def _fill_with_the_right(self, file: BinaryIO) -> None:
-        """Download, and once more if a server has sent something else, such as a page about an error."""
+        """Download, and retry once if a server has sent something else, such as an error page."""
         try:
             self._fill(file)
             wrong = self._has_changed(file) and "has another sha256 than its index"
@@ -164,7 +164,7 @@ class Remote(NamedTuple):
         os.fsync(file.fileno())
 
     def _reserve(self, file: BinaryIO, size: int) -> None:
-        """Reserve room for `size` bytes: a partial download counts with its full size."""
+        """Reserve room for `size` bytes, so that a partial download counts with its full size."""
         self.refuse_larger(size)
         with self._locked_folder():
             file.truncate(size)
@@ -181,7 +181,7 @@ class Remote(NamedTuple):
 
 
 def key_of(url: str) -> str:
-    """Return the shard's key in the cache. A local file that is written again gets another key."""
+    """Return the shard's key in the cache. A local file that is rewritten gets another key."""
     if url.startswith("file://"):
         about = os.stat(path_of(url))
         url = f"file://{os.path.realpath(path_of(url))} {about.st_size} {about.st_mtime_ns}"

@@ -1,6 +1,6 @@
-"""Mixes several data sets into one stream by weight: each position of the stream is a position in one data set.
+"""Mixes several data sets into one stream by weight: each position of the stream maps to a position in one data set.
 
-The numbers are frozen, like those of `trainer.data.sampling.order`. The state of the mixture is the same one integer.
+The numbers are frozen, like those of `trainer.data.sampling.order`. The mixture's state is the same one integer.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LEAST = 1e-3  # smallest share of a data set; a smaller one would have no sample
 
 
 class Mixture:
-    """The endless training stream over several data sets. Each data set has its own order, and its own epochs.
+    """The endless training stream over several data sets, each with its own order and epochs.
 
     Args:
         counts: For each data set, the samples in its shards.
@@ -49,7 +49,7 @@ class Mixture:
         self._drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[Ref]:
-        """Return the samples of `rank` at positions [start, stop): about an equal part of each data set's lanes."""
+        """Return the samples of `rank` at positions [start, stop), from a similar share of each data set's lanes."""
         return [self._ref(*place) for place in self._local(start, stop, rank, shares)]
 
     def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
@@ -79,7 +79,7 @@ class Mixture:
         return ref._replace(shard=self.first_shards[source] + ref.shard)
 
     def _draw(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the data set of each position, and the position in its stream, consecutive within a data set."""
+        """Return the data set of each position, and the position in its stream; consecutive within a data set."""
         numbers = range(start // DRAWS, -(-stop // DRAWS))
         sources, positions = (np.concatenate(parts) for parts in zip(*map(self._block, numbers), strict=True))
         here = slice(start - numbers[0] * DRAWS, stop - numbers[0] * DRAWS)

@@ -1,10 +1,10 @@
-"""Orders the samples: a pure function of shard sizes and seed. The state of a run's data is one integer.
+"""Orders the samples by a pure function of shard sizes and seed, so that one integer is the state of a run's data.
 
-An epoch permutes the shards, concatenates them, and cuts the result into lanes of equal length. Blocks inside a lane
-are permuted, and rows across all lanes make the sequence: a batch mixes `lanes` shards, a lane reads almost in order.
-The stream is the concatenation of epochs, so nothing is dropped, repeated or padded.
+Each epoch permutes the shards, concatenates them, and cuts the result into lanes of equal length. Blocks inside a lane
+are permuted, and rows across all lanes form the sequence. So a batch mixes `lanes` shards, while each lane is read
+almost sequentially. The stream is the concatenation of epochs, so nothing is dropped, repeated or padded.
 
-The numbers are frozen: a change here changes the data of every run that is resumed.
+The numbers are frozen, because a change here would change the data of every resumed run.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ class Ref(NamedTuple):
 
 
 def permutation(size: int, *keys: int) -> list[int]:
-    """Return a permutation of range(size): Fisher-Yates from the last place down, driven by `mix(*keys, place)`."""
+    """Return a permutation of range(size): Fisher-Yates from the last position down, driven by `mix(*keys, place)`."""
     places = np.arange(1, size, dtype=np.uint64)
     partners = (mix_each(*keys, last=places) % (places + np.uint64(1))).tolist()
     items = list(range(size))
@@ -52,7 +52,7 @@ class Order:
     """The endless training stream over shards of `counts` samples.
 
     Args:
-        lanes: Number of lanes that are read at the same time; at most the number of samples.
+        lanes: Number of lanes that are read in parallel; at most the number of samples.
         block: Consecutive samples of a lane that are shuffled among themselves.
     """
 
@@ -70,15 +70,15 @@ class Order:
     def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[Ref]:
         """Return the samples of `rank` at positions [start, stop) of the stream.
 
-        Positions are sorted by lane before they are cut: a rank keeps its lanes, and so its shards, for an epoch.
+        Positions are sorted by lane before they are split, so that a rank keeps its lanes and shards for an epoch.
 
         Args:
-            shares: The number of ranks, which then have even shares; or the samples of each rank.
+            shares: The number of ranks, if they have even shares; or the samples of each rank.
         """
         return self.refs(self._local(start, stop, rank, shares))
 
     def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
-        """Return all shards of the blocks that `local` reads. Much cheaper than `local`."""
+        """Return all shards of the blocks that `local` reads, at a much lower cost."""
         blocks = {(epoch, lane, row // self.block) for epoch, lane, row in self._local(start, stop, rank, shares)}
         return {shard for block in blocks for shard in self.shards_of(*block)}
 
@@ -124,7 +124,7 @@ class Order:
         return self._epochs[epoch]
 
     def _block(self, epoch: int, lane: int, number: int) -> list[int]:
-        """Make the permutation of a block, and keep it for the samples that come."""
+        """Compute the permutation of a block, and cache it for the samples that follow."""
         key = (epoch, lane, number)
         size = min(self.block, self.bounds[lane + 1] - self.bounds[lane] - number * self.block)
         remember(self._blocks, 4 * self.lanes, key, permutation(size, self.seed, BLOCK, *key))
@@ -139,7 +139,7 @@ def remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:
 
 
 def walk(counts: Sequence[int], rank: int, world: int) -> Iterator[Ref]:
-    """Yield a rank's contiguous piece of one epoch in the stored order: for validation."""
+    """Yield a rank's contiguous piece of one epoch in the stored order, for validation."""
     first, last = near_equal(sum(counts), rank, world)
     for shard, count in enumerate(counts):
         yield from (Ref(0, shard, offset) for offset in range(max(0, first), min(count, last)))

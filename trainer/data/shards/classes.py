@@ -1,4 +1,4 @@
-"""Samples of classes, from a folder with a folder per class. classes.json beside the shards has the classes' names."""
+"""Classified samples from a folder with one subfolder per class. classes.json next to the shards has their names."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ def read_classes(file: Path) -> list[str]:
     """Return the names of the classes.
 
     Raises:
-        DataError: The file is no JSON list of names.
+        DataError: The file is not a JSON list of names.
     """
     try:
         names = strict_json(file, MOST_BYTES)
@@ -31,17 +31,17 @@ def read_classes(file: Path) -> list[str]:
 
 
 def with_classes(found: Mapping[str, Mapping[str, Path]], folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield samples with the number of their class as `cls`. Their class is the first folder of their key.
+    """Yield samples with the number of their class as `cls`. A sample's class is the first folder of its key.
 
-    They come in one random order, so that each shard has samples of all classes. classes.json in `folder` has the
-    names. If it exists, its numbers hold: those of a first split hold for a second one.
+    Samples are shuffled, so that each shard has samples of all classes. classes.json in `folder` lists the names. If it
+    exists already, its numbers are used, so that a second split has the same numbers as the first.
 
     Args:
         found: The files of each sample by key and extension.
 
     Raises:
-        DataError: A sample is in no folder, or in that of no class. Or it has a `cls` of its own, or no file whose name
-            has one dot.
+        DataError: A sample is in no folder or in an unknown class's folder, or has its own `cls`. Or each of its file
+            names has several dots.
     """
     file = folder / CLASSES
     own = sorted({key.partition("/")[0] for key in found if "/" in key})

@@ -19,8 +19,8 @@ from safetensors.numpy import load
 from trainer.errors import DataError, UnavailableError
 
 PICKLED = ("pyd", "pickle", "pkl", "pth", "pt")
-FORMATS = ("JPEG", "PNG", "WEBP", "PPM")  # others are refused: for some formats Pillow runs a program
-PIXELS = 1 << 26  # any image may have so many pixels
+FORMATS = ("JPEG", "PNG", "WEBP", "PPM")  # others are refused because Pillow runs a program for some formats
+PIXELS = 1 << 26  # pixels that any image may have
 PIXELS_PER_BYTE = 100  # limit of a larger image
 LONGEST_HEADER = 10_000  # bytes; NumPy's limit
 UNPACKED = 64 << 20  # bytes that the arrays of any npz may have
@@ -30,8 +30,8 @@ UNPACKED_PER_BYTE = 20  # limit of a larger npz
 def decode(extension: str, content: bytes, decoders: Sequence[Callable[[str, bytes], Any]] = ()) -> Any:
     """Decode a member by the first of a user's `decoders` that returns a value, else by its last extension.
 
-    A member whose extension is not in `DECODERS` stays bytes. As with WebDataset, a user's decoder may return a
-    `Continue`: another extension and content for the decoders after it.
+    A member whose extension is not in `DECODERS` stays bytes. As in WebDataset, a user's decoder may return a
+    `Continue` with another extension and content for the decoders after it.
     """
     continued = getattr(sys.modules.get("webdataset.autodecode"), "Continue", ())
     refuse_pickled(extension)
@@ -54,8 +54,8 @@ def refuse_pickled(extension: str) -> None:
 def undecodable(
     error: Exception, place: object, way_out: str = "write it again or remove it"
 ) -> DataError | UnavailableError:
-    """Return the error to raise for the `error` of a decoder, which may be any, or of a read."""
-    if isinstance(error, OSError) and error.errno:  # the system's errors; those of Pillow and nibabel have no number
+    """Return the error to raise for any `error` of a decoder or of a read."""
+    if isinstance(error, OSError) and error.errno:  # a system error; those of Pillow and nibabel have no number
         return UnavailableError(f"{place}: {error}; fix the cause, then resume")
     return DataError(f"{place}: can't be decoded ({error}); {way_out}")
 
@@ -80,10 +80,10 @@ def _npy(content: bytes) -> Any:
 
 @lru_cache(64)
 def _layout(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[Any], int] | None:
-    """Parse a header of npy's version 1; None for an array that NumPy itself must read.
+    """Parse a header of npy version 1; None for an array that NumPy itself must read.
 
-    NumPy parses a header as Python, which takes ten times as long as the rest. The cache helps, since most samples of a
-    shard have the same header.
+    NumPy parses the header as Python, which takes ten times as long as the rest. The cache helps because most samples
+    of a shard have the same header.
     """
     if head[:8] != b"\x93NUMPY\x01\x00":
         return None
@@ -94,7 +94,7 @@ def _layout(head: bytes) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype[A
 
 
 def _refuse_larger(content: bytes) -> None:
-    """Refuse an array whose header claims more bytes than there are: NumPy would allocate them first."""
+    """Refuse an array whose header claims more bytes than there are, because NumPy would allocate them first."""
     start = 10 if content[6:7] == b"\x01" else 12
     length = int.from_bytes(content[8:start], "little")
     if length > LONGEST_HEADER:
@@ -114,7 +114,7 @@ def _npz(content: bytes) -> dict[str, Any]:
 
 
 def _tenbin(content: bytes) -> list[Any]:
-    """Decode WebDataset's arrays: chunks, alternately a header of int64 (dtype, name, shape) and an array's bytes."""
+    """Decode WebDataset's arrays: chunks alternating between an int64 header (dtype, name, shape) and array bytes."""
     chunks: list[bytes] = []
     at = 0
     while at < len(content):

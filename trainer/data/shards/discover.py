@@ -1,4 +1,4 @@
-"""Finds the shards that a recipe names: files, patterns, URLs of a few schemes, and programs if they are allowed."""
+"""Finds the shards that a recipe names: files, patterns, URLs of a few schemes, and programs if allowed."""
 
 import contextlib
 import itertools
@@ -18,8 +18,8 @@ from trainer.errors import ConfigError, DataError
 from trainer.files import matching
 from trainer.redact import redact_urls
 
-MOST = 1_000_000  # names that one pattern may mean
-NUMBERED = re.compile(r"(.+)-\d{6}\.tar")  # of write_shards
+MOST = 1_000_000  # names that one pattern may expand to
+NUMBERED = re.compile(r"(.+)-\d{6}\.tar")  # as written by write_shards
 RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}")
 
 
@@ -27,8 +27,8 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
     """Find the shards that a recipe names: paths, globs, URLs, programs, with braces (`train-{000..009}.tar`); sorted.
 
     Raises:
-        DataError: A pattern matches no file, or can't be looked up, or `write_shards` has not written all shards of it.
-            The message names the pattern, or the mark.
+        DataError: A pattern matches no file or can't be listed, or `write_shards` has not finished its shards. The
+            message names the pattern, or the marker file.
         ConfigError: A program is not allowed, or a URL is invalid.
     """
     options = options or DataOptions()
@@ -64,7 +64,7 @@ def find_shards(data: str | Path | Sequence[str | Path], options: DataOptions | 
 
 
 def refuse_incomplete(files: Sequence[str]) -> None:
-    """Refuse shards of which `write_shards` has not written all: it runs, or was killed."""
+    """Refuse shards that `write_shards` has not finished writing, because it is still running or was killed."""
     for mark in sorted({f"{name[1]}.incomplete" for file in files if (name := NUMBERED.fullmatch(file))}):
         if os.path.exists(mark):
             raise DataError(
@@ -74,10 +74,10 @@ def refuse_incomplete(files: Sequence[str]) -> None:
 
 
 def expanded(pattern: str) -> list[str]:
-    """Return the names that the braces of a pattern mean.
+    """Expand the braces of a pattern.
 
     Raises:
-        ValueError: The braces are unbalanced, or mean more than `MOST` names, which would fill the memory.
+        ValueError: The braces are unbalanced, or expand to more than `MOST` names, which would exhaust memory.
     """
     sizes = (abs(int(last) - int(first)) // max(1, int(step or 1)) + 1 for first, last, step in RANGE.findall(pattern))
     names = list(itertools.islice(braceexpand(pattern), MOST + 1)) if max(sizes, default=0) <= MOST else []
@@ -87,7 +87,7 @@ def expanded(pattern: str) -> list[str]:
 
 
 def unpacks(path: Path) -> bool:
-    """Return whether a local file is compressed: by its name, and by its first bytes if it has no index yet."""
+    """Return whether a local file is compressed, by its name and, if it has no index yet, by its first bytes."""
     if is_packed(path.name) or os.path.exists(f"{path}.idx"):
         return is_packed(path.name)
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -96,16 +96,16 @@ def unpacks(path: Path) -> bool:
 
 
 def lowered(name: str) -> str:
-    """Return a name whose scheme, if it has one, is in lower case: `HTTP://` is `http://`."""
+    """Return the name with its scheme, if any, in lower case: `HTTP://` becomes `http://`."""
     scheme, mark, rest = name.partition("://")
     return scheme.lower() + mark + rest
 
 
 def parsed(url: str) -> SplitResult:
-    """Return the parts of a URL.
+    """Split a URL.
 
     Raises:
-        ConfigError: It has no host, or its port is no number from 1 to 65535.
+        ConfigError: It has no host, or its port is not a number from 1 to 65535.
     """
     try:
         parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""Indexes tar shards: the position and checksum of each sample, built once, stored beside the shards."""
+"""Indexes tar shards: the position and checksum of each sample, built once and stored next to the shards."""
 
 import contextlib
 import hashlib
@@ -23,7 +23,7 @@ from trainer.log import log
 
 
 class Index:
-    """The shards of one data set. The order given is the canonical order of their samples."""
+    """The shards of one data set, whose given order defines the order of the samples."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
@@ -46,12 +46,12 @@ class Index:
 
         Args:
             progress: Called with (shard, shards done, shards to do) after each shard that had to be indexed.
-            workers: Number of threads that index.
-            anew: Index shards again: local ones that have changed, all at URLs, and all of programs.
+            workers: Number of indexing threads.
+            anew: Index again all local shards that have changed, and all shards from URLs and programs.
 
         Raises:
-            DataError: A shard is missing, given twice, cut or damaged, or there is no sample at all.
-            ConfigError: A shard has changed since it was indexed, or is larger than its folder may be.
+            DataError: A shard is missing, given twice, truncated or damaged, or there are no samples at all.
+            ConfigError: A shard has changed since it was indexed, or is larger than the limit of its folder.
         """
         if not paths:
             raise DataError("no shards: the list is empty; give tar files, for example 'data/train-*.tar'")
@@ -84,7 +84,7 @@ class Index:
 
         Raises:
             OSError: The index can't be read.
-            DataError: Another run has indexed the shard again, with another content.
+            DataError: Another run has indexed the shard again, with different content.
         """
         ours = self.shards[shard]
         loaded = load(ours.path, ours.index_path)
@@ -108,7 +108,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
-    """Find the shard's stored index, if it is usable. If an index can't be read, log that."""
+    """Find the shard's stored index if it is usable. Log a warning if one can't be read."""
     now = None if isinstance(path, Remote) else _size_and_time(path)
     if isinstance(path, Remote) and anew and (path.may_change or not path.file.exists()):
         return None
@@ -153,7 +153,7 @@ def _build(path: Path | Remote, anew: bool) -> Shard:
 
 
 def _refuse_changed(path: Path, size: int, before: Shard) -> None:
-    """Refuse a shard with other content than its index says. The same bytes with another time pass."""
+    """Refuse a shard whose content differs from its index. Equal bytes with another time pass."""
     if size != before.bytes:
         how = f"has {size} bytes, and had {before.bytes}"
     else:
@@ -168,14 +168,15 @@ def _refuse_changed(path: Path, size: int, before: Shard) -> None:
 
 
 class NotWhole(DataError):
-    """A shard is cut or damaged."""
+    """A shard is truncated or damaged."""
 
 
 def scan_shard(path: Path | Remote) -> tuple[NDArray[np.int64], str, int]:
     """Return rows [offset, length, crc32] of a shard's samples, its sha256, its bytes.
 
     Raises:
-        DataError: The shard can't be read. NotWhole: It is cut or damaged.
+        DataError: The shard can't be read.
+        NotWhole: It is truncated or damaged.
     """
     with _readable(path) as file:
         try:

@@ -1,4 +1,4 @@
-"""Stores and loads the index of a tar shard, and checks that it is whole."""
+"""Stores and loads the index of a tar shard, and checks its integrity."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ from trainer.data.remote.shard import Remote
 from trainer.files import write_whole
 
 VERSION = "2"  # of the format
-WORDS = (b"__metadata__", b"mtime_ns", b"crc32")  # in the header; damage leaves one of them
+WORDS = (b"__metadata__", b"mtime_ns", b"crc32")  # words of the header, one of which usually survives damage
 
 
 class Shard(NamedTuple):
@@ -37,7 +37,7 @@ def file_of(path: Path | Remote) -> Path:
 
 
 def places_of(path: Path | Remote) -> Iterator[Path]:
-    """Yield the places where an index may be stored, the better one first."""
+    """Yield the paths where an index may be stored, the preferred one first."""
     yield Path(f"{file_of(path)}.idx")
     name = hashlib.sha256(os.fsencode(os.path.abspath(file_of(path)))).hexdigest()
     with contextlib.suppress(RuntimeError):  # there is no home folder
@@ -57,7 +57,7 @@ def stored_at(path: Path | Remote, index_path: Path) -> Shard | None:
 
 
 def load(path: Path | Remote, index_path: Path) -> tuple[Shard, Any] | None:
-    """Load the shard and its rows; None for an index that is damaged, or of another version.
+    """Load the shard and its rows; None for an index that is damaged or has another version.
 
     Raises:
         OSError: The index is gone, or can't be read.
@@ -89,10 +89,10 @@ def checksum(about: Mapping[str, str], rows: NDArray[np.int64]) -> str:
 
 
 def store(shard: Shard, rows: NDArray[np.int64]) -> None:
-    """Store the index, also in place of one that is damaged.
+    """Store the index, replacing a damaged one.
 
     Raises:
-        OSError: The disk refuses, or somebody else's file has this name.
+        OSError: The disk refuses, or a file that Echelon did not write has this name.
     """
     if is_regular(shard.index_path):
         with shard.index_path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Reads samples from the rows of a parquet file: columns of bytes are members, the others form one JSON member."""
+"""Reads samples from the rows of a parquet file: bytes columns become members, and the others form a JSON member."""
 
 import contextlib
 import re
@@ -12,10 +12,10 @@ MEMBER = re.compile(r"(?!json$)[a-z0-9][\w.-]*")  # webdataset's writer drops `_
 
 
 def of_rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows as samples. A null of bytes is no member; any other null is JSON's.
+    """Yield the rows as samples. A null in a bytes column omits the member; any other null is stored as JSON null.
 
     Raises:
-        DataError: The file is not parquet, is damaged, or has a column that fits no member. Damage may be found late.
+        DataError: The file is not parquet, is damaged, or has an unsupported column. Damage may be found late.
     """
     try:
         from pyarrow import parquet
@@ -49,7 +49,7 @@ def of_rows(source: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def readable(source: Path) -> Iterator[None]:
-    """Turn pyarrow's errors into a DataError: the file is damaged."""
+    """Turn pyarrow's errors into a DataError about a damaged file."""
     from pyarrow import ArrowException
 
     try:
@@ -66,14 +66,14 @@ def is_bytes(kind: Any) -> bool:
 
 
 def is_media(kind: Any) -> bool:
-    """Return whether a column has images or sounds as Hugging Face's data sets store them."""
+    """Return whether a column contains images or audio as stored by Hugging Face's data sets."""
     from pyarrow import types
 
     return types.is_struct(kind) and {kind.field(i).name for i in range(kind.num_fields)} == {"bytes", "path"}
 
 
 def is_plain(kind: Any) -> bool:
-    """Return whether JSON can hold all values of this type."""
+    """Return whether JSON can represent all values of this type."""
     from pyarrow import types
 
     if types.is_struct(kind):

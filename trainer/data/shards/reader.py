@@ -1,4 +1,4 @@
-"""Reads samples from tar shards. Any process may read any sample: a reader keeps only open files."""
+"""Reads samples from tar shards. Any process may read any sample, because a reader's only state is its open files."""
 
 import contextlib
 import math
@@ -17,14 +17,15 @@ from trainer.data.shards.tar import members, read_at
 from trainer.errors import DataError, UnavailableError
 
 READS = 3  # tries before a sample counts as damaged
-OPEN_SHARDS = 256  # per process; a batch reads from `lanes` shards, and 1024 files is the usual limit
+OPEN_SHARDS = 256  # per process; a batch reads from `lanes` shards, and the usual limit is 1024 files
 
 
 class ShardReader:
     """Samples by reference. A reader can be pickled and forked: files are opened in the process that reads them.
 
     Args:
-        timeout_s: Limit of the rank's wait for a batch. The reader gives up earlier, so that its error names the file.
+        timeout_s: The rank's limit when it waits for a batch. The reader gives up earlier, so that its error names the
+            file.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class ShardReader:
         return self.__dict__ | {"_open": {}}
 
     def read(self, ref: Ref) -> dict[str, Any]:
-        """Read the decoded members of a sample by extension, and its `__key__`.
+        """Read a sample: its decoded members by extension, and its `__key__`.
 
         Raises:
-            DataError: The bytes differ from the index, also when read again, or a member can't be decoded.
+            DataError: The bytes differ from the index even after a second read, or a member can't be decoded.
             UnavailableError: The bytes could not be read for `patience_s`.
         """
         content = self._fetch(ref)
@@ -61,7 +62,7 @@ class ShardReader:
         return sample
 
     def name(self, ref: Ref) -> tuple[str, str | None]:
-        """Return the shard and the key of a bad sample; no key if that can't be read."""
+        """Return the shard and the key of a bad sample; None for an unreadable key."""
         shard, content = self.index.shards[ref.shard], b""
         with contextlib.suppress(OSError, UnavailableError):
             file, rows = self._shard(ref.shard)
@@ -70,10 +71,10 @@ class ShardReader:
         return str(shard.path), _first_key(content)
 
     def begin_worker(self, worker: int) -> None:
-        """Do nothing: a reader opens its shards when it reads them."""
+        """Do nothing, because a reader opens a shard when it first reads it."""
 
     def prefetch(self, refs: Sequence[Ref]) -> None:
-        """Ask the system to read these samples into memory, and return at once. Skip shards not downloaded yet."""
+        """Ask the system to read these samples into memory, without waiting. Skip shards not downloaded yet."""
         for ref in sorted(refs):
             if ref.shard not in self._open and isinstance(self.index.shards[ref.shard].path, Remote):
                 continue
@@ -107,7 +108,7 @@ class ShardReader:
                     reason = f"{error.strerror or error}, for {self.patience_s:g} s"
                     way_out = "check the disk and the network, then resume"
                     raise UnavailableError(f"{error.filename or path}: {reason}; {way_out}") from None
-            self._close(ref.shard)  # a network drive may have given a stale handle
+            self._close(ref.shard)  # the handle of a file on a network drive may be stale
             time.sleep(pause_s)
             pause_s = min(timeouts.READ_PAUSE_S, 3 * pause_s)
 
@@ -120,9 +121,9 @@ class ShardReader:
                     break
                 self._close(other)
             try:
-                file = opened(self.index.shards[number].path)  # before its index: if the disk is away, this raises
+                file = opened(self.index.shards[number].path)  # before its index: raises if the disk is away
                 rows = self.index.samples(number)
-            except DataError as error:  # the shard is unavailable, and no sample is bad
+            except DataError as error:  # the shard is unavailable, so no sample counts as bad
                 raise UnavailableError(str(error)) from None
         self._open[number] = file, rows, time.monotonic()
         return file, rows

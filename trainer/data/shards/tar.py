@@ -1,4 +1,4 @@
-"""Reads the members and samples of a tar; damage is an error, never the end of the archive."""
+"""Reads the members and samples of a tar. Damage is always an error, and never taken for the end of the archive."""
 
 import hashlib
 import os
@@ -39,7 +39,7 @@ class Member(NamedTuple):
 def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Member]:
     """Yield the members of a tar up to its first zero block. `fetch(offset, size)` gives fewer bytes only at the end.
 
-    `tarfile.open` would take a damaged header for the end of the archive.
+    `tarfile.open` would mistake a damaged header for the end of the archive.
 
     Raises:
         DataError: The tar is damaged. The message names `where` and the byte.
@@ -73,7 +73,7 @@ def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Membe
 
 
 def split_name(name: str) -> tuple[str | None, str]:
-    """Split a name like WebDataset into key and extensions: `a/b.SEG.png` is `a/b`, `seg.png`. No sample: None."""
+    """Split a name into key and extension like WebDataset: `a/b.SEG.png` is `a/b`, `seg.png`. Not a sample: None."""
     match = None if META.match(name) else NAME.match(name)
     return (match[1], match[2].lower()) if match else (None, "")
 
@@ -81,10 +81,10 @@ def split_name(name: str) -> tuple[str | None, str]:
 def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
     """Return rows [offset, length, crc32] of the samples in a tar, and its sha256, after one pass.
 
-    Neighbours of one key form a sample, as with WebDataset. The end of the archive must be there.
+    Consecutive members with the same key form a sample, as in WebDataset. The end of the archive must be present.
 
     Raises:
-        DataError: The tar is cut or damaged.
+        DataError: The tar is truncated or damaged.
     """
     size = os.fstat(fd).st_size
 
@@ -115,7 +115,7 @@ def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
             raise damaged(where, end, "no end of archive")
         sha256.update(padding)
         zeros += len(padding)
-    padded = end % PAGE and any(content[-BLOCK:])  # the writer padded: the page that has the end was written
+    padded = end % PAGE and any(content[-BLOCK:])  # the writer padded the archive, so the page with its end was written
     if zeros < BLOCK or (zeros > LONGEST_END and not padded):
         size = end + 2 * BLOCK
         raise DataError(f"{damaged(where, end, 'no end of archive')}; or, if it is whole, end it: truncate -s {size}")
@@ -129,7 +129,7 @@ class Header(NamedTuple):
 
 
 def _header(block: bytes, where: object, offset: int) -> Header:
-    """Parse a header like `tarfile.TarInfo.frombuf`, which reads more fields and takes three times as long."""
+    """Parse a header like `tarfile.TarInfo.frombuf`, but three times faster, because it reads fewer fields."""
     try:
         if len(block) != BLOCK:
             raise ValueError("truncated header")
@@ -195,7 +195,7 @@ def damaged(where: object, offset: int, reason: str) -> DataError:
 
 
 def read_at(fd: int, offset: int, size: int) -> bytes:
-    """Read `size` bytes, or fewer at the end of the file. A single `pread` may give fewer, and at most 2 GiB."""
+    """Read `size` bytes, or fewer at the end of the file. A single `pread` may return fewer, and at most 2 GiB."""
     content = os.pread(fd, size, offset)
     while 0 < len(content) < size and (more := os.pread(fd, size - len(content), offset + len(content))):
         content += more

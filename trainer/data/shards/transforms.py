@@ -1,4 +1,4 @@
-"""Builds and calls a user's functions for samples, which `data.decoders` and `data.map` name."""
+"""Builds and calls the user's sample functions that `data.decoders` and `data.map` name."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ def _build(key: str, item: Any, arguments: tuple[str, ...], allow: tuple[str, ..
 
 
 class Dropped(DataError):
-    """A map returned None. The map is wrong, and no sample is bad."""
+    """A map returned None. The map is at fault, so no sample counts as bad."""
 
 
 class Maps:
@@ -75,6 +75,6 @@ class Maps:
 
 
 def maker_of(transform: Any) -> str:
-    """Return the name of what makes the samples, for a message."""
+    """Return the name of the function or data set that makes the samples, for a message."""
     own = transform.transform if isinstance(transform, Maps) else transform
     return f"recipe.{getattr(own, '__name__', 'transform')}()" if own else "the data set"

@@ -1,4 +1,4 @@
-"""Writes samples to tar shards in WebDataset format. The same samples give the same bytes."""
+"""Writes samples to tar shards in WebDataset format. Equal samples produce equal bytes."""
 
 import gzip
 import itertools
@@ -15,7 +15,7 @@ from trainer.data.shards.tar import split_name
 from trainer.errors import DataError
 from trainer.files import sweep_temporary, temporary_in
 
-Progress = Callable[[str, int], None]  # called with a shard, once it is complete, and the samples written so far
+Progress = Callable[[str, int], None]  # called with each completed shard, and the number of samples written so far
 
 
 def quiet(*_: Any) -> None:
@@ -30,13 +30,13 @@ def write_shards(
 
     A sample is `__key__` and values by extension. Bytes and text are written unchanged. Other values are encoded by
     WebDataset's encoders (npy, json, cls, png, ...) and those for int and safetensors. Values of extensions that end in
-    `.gz` are gzipped. Until all are written, PREFIX.incomplete is there, and `find_shards` refuses the shards.
+    `.gz` are gzipped. Until all shards are written, PREFIX.incomplete exists, and `find_shards` refuses them.
 
     Raises:
-        ConfigError: An argument has another type, or is out of range.
-        DataError: A key or an extension can't be read back, or there are shards of that prefix already.
+        ConfigError: An argument has a wrong type, or is out of range.
+        DataError: A key or an extension can't be read back, or shards with this prefix exist already.
     """
-    # Imported here, since the import takes a second, and reading does not need it.
+    # Imported here because the import takes a second, and reading does not need it.
     from webdataset.writer import TarWriter, default_handlers
 
     secure_webdataset()
@@ -70,7 +70,7 @@ def write_shards(
 
 
 def contents(sample: Mapping[str, Any], encoders: Mapping[str, Callable[[Any], bytes]], path: Path) -> dict[str, bytes]:
-    """Return a sample's members, without those that WebDataset adds while reading (`__url__`)."""
+    """Return a sample's members, without those that WebDataset adds when reading (`__url__`)."""
     found = {}
     for extension, value in sample.items():
         if extension.startswith("__"):
@@ -92,7 +92,7 @@ def refuse_member(name: str, extension: str) -> None:
     """Refuse a member that WebDataset would leave out, or that a reader would refuse.
 
     Raises:
-        DataError: The extension is none of a member, or is one of pickles.
+        DataError: The extension is invalid, or is one of a pickle.
     """
     if not extension or extension.startswith("_"):
         raise DataError(f"{name}: {extension!r} is not a member's extension; rename it, as 'jpg'")
