@@ -17,6 +17,8 @@ SOURCES = ("trainer", "recipes", "echelon", "scripts")
 MADE = ROOT / "docs" / "composition.md"  # by tests/composition.py from messages, which are read in their source
 MOST_WORDS = 25
 OPENERS = ("What", "Where", "Of", "That")
+WRITTEN = ("trainer", "recipes", "echelon")  # whose words are a native reader's; scripts/ and docs/ follow
+BANNED = re.compile(r"\b(mend(?:s|ed|ing)?|anew|beside|way out|told|for ever|is no name of|goes on)\b", re.IGNORECASE)
 PAGES += [ROOT / "docs" / "measurements" / "index.md"]  # the others there are printed by benches
 
 
@@ -83,6 +85,18 @@ def test_sentences_of_sources() -> None:
         for fault in faults(text)
     ]
     assert not found, "\n".join(found)
+
+
+def test_words_of_sources_are_a_native_readers() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {word}"
+        for folder in WRITTEN
+        for path, tree in trees(folder).items()
+        for line, text in [*docstrings(tree), *messages(tree)]
+        for word in BANNED.findall(re.sub(r"`[^`]+`", "CODE", text))
+    ]
+    assert not found, "\n".join(found)
+    assert BANNED.findall("The run goes on beside it. Mended.") == ["goes on", "beside", "Mended"]
 
 
 def test_a_long_sentence_is_found() -> None:

@@ -32,7 +32,7 @@ DOTTED = re.compile(r"(.*\.)?\d[^.]*\.|.*\s")  # an extension that is the rest o
 def index(shards: list[str], workers: int, **where: Any) -> None:
     """Index each shard that has no index, or has changed. Shards at URLs are downloaded again."""
     require("--workers", workers, at_least=1)
-    made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, anew=True)
+    made = Index.open(find_shards(shards, DataOptions(**where)), progress, workers, rebuild=True)
     say(f"{len(made.shards)} shards, {sum(made.counts)} samples, fingerprint {made.fingerprint[:16]}")
 
 

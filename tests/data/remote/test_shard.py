@@ -184,7 +184,7 @@ def test_index_by_hand_asks_the_server(proxy: Proxy, tmp_path: Path) -> None:
     """Also where what it had before is kept here."""
     path, before = replaced(proxy, tmp_path, "replaced.tar")
     assert Index.open([path]).fingerprint == before.fingerprint and path.file.exists()
-    after = Index.open([path], anew=True)
+    after = Index.open([path], rebuild=True)
     assert after.shards[0].sha256 == Index.open([shard(proxy, 2)]).shards[0].sha256 != before.shards[0].sha256
     assert samples(after) == samples(Index.open([path])) == samples(Index.open([shard(proxy, 2)]))
     shard(proxy).with_name("replaced.tar").unlink()

@@ -74,7 +74,7 @@ def test_a_shard_that_changed_since_is_refused(tmp_path: Path) -> None:
 
     paths[1].write_bytes(flipped)
     os.utime(paths[1], ns=(0, 2))
-    assert Index.open(paths, anew=True).fingerprint != first.fingerprint
+    assert Index.open(paths, rebuild=True).fingerprint != first.fingerprint
     assert Index.open(paths).fingerprint != first.fingerprint
 
 

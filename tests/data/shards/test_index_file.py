@@ -28,7 +28,7 @@ def test_stored_index_is_used_until_the_shard_changes(tmp_path: Path, caplog: py
     assert not caplog.records
 
     write_tar(path, numbered(6))
-    third = Index.open([path], lambda *call: calls.append(call), anew=True)
+    third = Index.open([path], lambda *call: calls.append(call), rebuild=True)
     assert (third.counts, len(calls)) == ([6], 2)
     assert third.fingerprint != first.fingerprint
     with pytest.raises(DataError, match=r"a\.tar\.idx: changed during the run"):

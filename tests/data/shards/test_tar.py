@@ -243,7 +243,7 @@ def test_no_damage_of_headers_loses_a_sample(tmp_path: Path) -> None:
         damaged[byte] ^= 0x15
         try:
             bad = copied(path, "bad.tar", bytes(damaged))
-            assert Index.open([bad], anew=True).counts == [4]  # what fills up the checksum
+            assert Index.open([bad], rebuild=True).counts == [4]  # what fills up the checksum
         except DataError as error:
             assert f"at byte {header}" in str(error)
             refused += 1

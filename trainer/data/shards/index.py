@@ -40,14 +40,14 @@ class Index:
         paths: Sequence[Path | Remote],
         progress: Callable[[str, int, int], None] = lambda *_: None,
         workers: int = 4,
-        anew: bool = False,
+        rebuild: bool = False,
     ) -> "Index":
         """Read the stored index of each shard, or build it if there is none.
 
         Args:
             progress: Called with (shard, shards done, shards to do) after each shard that had to be indexed.
             workers: Number of indexing threads.
-            anew: Index again all local shards that have changed, and all shards from URLs and programs.
+            rebuild: Index again all local shards that have changed, and all shards from URLs and programs.
 
         Raises:
             DataError: A shard is missing, given twice, truncated or damaged, or there are no samples at all.
@@ -60,11 +60,11 @@ class Index:
             if (real := os.path.realpath(file_of(path))) in seen:
                 raise DataError(f"{path}: the shard is given twice; give each shard once")
             seen.add(real)
-        shards = {path: _find_stored(path, anew) for path in paths}
+        shards = {path: _find_stored(path, rebuild) for path in paths}
         missing = [path for path, shard in shards.items() if shard is None]
         with ThreadPoolExecutor(workers) as pool:
             try:
-                built = pool.map(_build, missing, itertools.repeat(anew))
+                built = pool.map(_build, missing, itertools.repeat(rebuild))
                 for done, (path, shard) in enumerate(zip(missing, built), 1):
                     shards[path] = shard
                     progress(path.name, done, len(missing))
@@ -107,10 +107,10 @@ def _size_and_time(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
+def _find_stored(path: Path | Remote, rebuild: bool) -> Shard | None:
     """Find the shard's stored index if it is usable. Log a warning if one can't be read."""
     now = None if isinstance(path, Remote) else _size_and_time(path)
-    if isinstance(path, Remote) and anew and (path.may_change or not path.file.exists()):
+    if isinstance(path, Remote) and rebuild and (path.may_change or not path.file.exists()):
         return None
     unreadable = False
     for place in places_of(path):
@@ -123,15 +123,15 @@ def _find_stored(path: Path | Remote, anew: bool) -> Shard | None:
     return None
 
 
-def _build(path: Path | Remote, anew: bool) -> Shard:
+def _build(path: Path | Remote, rebuild: bool) -> Shard:
     """Index a shard in one pass, and store the result."""
     mtime_ns = 0
     if isinstance(path, Remote):
-        if anew:
+        if rebuild:
             path.drop()  # the source may have changed since the download
     else:
         size, mtime_ns = _size_and_time(path)  # before the pass: a change during it makes the index stale
-        if not anew and (before := indexed(path)):
+        if not rebuild and (before := indexed(path)):
             _refuse_changed(path, size, before)
     try:
         rows, sha256, size = scan_shard(path)

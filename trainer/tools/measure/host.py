@@ -30,11 +30,11 @@ def share(ranks: Ranks) -> tuple[float, float | None]:
     places = ranks.gather(own)
     cores, memories = list[float](), list[float]()
     for place in places:
-        beside = [other for other in places if other["host"] == place["host"]]
-        same = sum(other["affinity"] == place["affinity"] for other in beside)
-        cores.append(min([len(place["affinity"]) / same, *granted("core_limit", place, beside)]))
-        whole = place["memory"] / len(beside)
-        memories.append(place["gpu"] or min([whole, *granted("memory_limit", place, beside)]))
+        neighbours = [other for other in places if other["host"] == place["host"]]
+        same = sum(other["affinity"] == place["affinity"] for other in neighbours)
+        cores.append(min([len(place["affinity"]) / same, *granted("core_limit", place, neighbours)]))
+        whole = place["memory"] / len(neighbours)
+        memories.append(place["gpu"] or min([whole, *granted("memory_limit", place, neighbours)]))
     return min(cores), min(memories) or None
 
 
@@ -43,16 +43,16 @@ def limit(found: cgroup.Limit | None) -> tuple[float, int] | None:
     return (found.value, found.group.stat().st_ino) if found else None
 
 
-def granted(key: str, place: dict[str, Any], beside: list[dict[str, Any]]) -> list[float]:
+def granted(key: str, place: dict[str, Any], neighbours: list[dict[str, Any]]) -> list[float]:
     """Return the part that a rank has of its control group's limit; empty without one.
 
     Args:
-        beside: All ranks of the host.
+        neighbours: All ranks of the host.
     """
     if place[key] is None:
         return []
     value, group = place[key]
-    return [value / sum(other[key] is not None and other[key][1] == group for other in beside)]
+    return [value / sum(other[key] is not None and other[key][1] == group for other in neighbours)]
 
 
 def boot() -> str:
