@@ -200,7 +200,7 @@ def test_what_can_be_walked_once_is_refused():
 def test_overfit_needs_the_same_batches_again():
     recipe, options = Iterated("batches"), Options(max_steps=1, overfit=2, run_dir="runs/r")
     with pytest.raises(
-        ConfigError, match=r"^trainer\.overfit=2: .* is an iterable .* give trainer\.limit_batches\.train"
+        ConfigError, match=r"^trainer\.overfit=2: .* is an iterable.* give trainer\.limit_batches\.train"
     ):
         Trainer(recipe, batch=1, options=options, data=DataOptions(workers=0))
 

@@ -457,7 +457,7 @@ def test_a_restart_with_the_budget_that_was_named_has_time_for_trials(
     options = TuneOptions(steps=2, budget_s=1.0, without=["compile", "overlap", "shard", "activation_checkpoint"])
     assert lead(Answers(tmp_path), config, options, tmp_path, "mine", []) == UNCHANGED
     said = capsys.readouterr().out
-    named = re.search(r"the budget is over; .* by its journal with tune.budget_s=(\d+)", said)
+    named = re.search(r"the budget is over; .* from its journal with tune.budget_s=(\d+)", said)
     assert named
     again = dataclasses.replace(options, budget_s=float(named[1]))
     assert lead(Answers(tmp_path), config, again, tmp_path, "mine", []) == 0
