@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,12 @@ def test_exit_codes_and_output_of_ranks(tmp_path: Path) -> None:
     with pool(tmp_path, 2, lambda rank: print("rank", rank) or 7 * rank) as ranks:
         assert ranks.wait() == {0: 0, 1: 7}
     assert [(tmp_path / f"{rank}.log").read_text() for rank in range(2)] == ["rank 0\n", "rank 1\n"]
+
+
+def test_a_rank_that_exits_by_itself_says_so(tmp_path: Path) -> None:
+    with pool(tmp_path, 1, lambda rank: sys.exit(0)) as ranks:
+        assert ranks.wait() == {0: 1}
+    assert (tmp_path / "0.log").read_text() == "echelon: rank 0 called sys.exit(0)\n"
 
 
 @pytest.mark.parametrize("kill", [0, 1])

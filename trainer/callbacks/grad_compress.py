@@ -87,7 +87,7 @@ class GradCompress(Callback):
     def cost(self) -> Cost:
         name, between = self.setting["codec"], self.level == "inter"
         why = "" if self.codec.counted else f"{name} has no payload_bytes, and is taken to send plain gradients"
-        return Cost(why, codec=self.codec, codec_name=name, encodes=True, between_nodes=between)
+        return Cost(why, codec=self.codec, codec_name=name, between_nodes=between)
 
     def wrap_reduce(self, trainer, reduce: Reduce) -> Reduce:
         refuse_complex(trainer.module, "callbacks.grad_compress", "codecs send real numbers")

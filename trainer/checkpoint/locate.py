@@ -75,7 +75,7 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
     if not _can_be(resume):
         raise ConfigError(f"trainer.resume={resume[:60]!r}...: is not a path; {ways}")
     key, target = f"trainer.resume={resume}", Path(os.path.realpath(resume))
-    anew = f"trainer.resume=null {'and another trainer.run_dir start' if run_dir else 'starts'} a new run"
+    fresh = f"trainer.resume=null {'and another trainer.run_dir start' if run_dir else 'starts'} a new run"
     try:
         if resume == "auto":
             run_dir = run_dir or _last_run(root, reads)
@@ -87,10 +87,10 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
         if checkpoints(target, reads):
             return newest(target, reads)
     except Damaged as error:
-        way_out = anew if resume == "auto" else _valid_before(target, reads) or anew
+        way_out = fresh if resume == "auto" else _valid_before(target, reads) or fresh
         raise Damaged(f"{key}: {error}; {way_out}") from error
     except PermissionError as error:  # any other system error may be transient, so the caller may retry
-        raise ConfigError(f"{key}: {error}; make it readable, or {anew}") from error
+        raise ConfigError(f"{key}: {error}; make it readable, or {fresh}") from error
     why = "is not a checkpoint" if target.exists() else "does not exist"
     if os.path.islink(resume):
         why = f"points to {target}, which {why}"

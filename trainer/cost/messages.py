@@ -31,6 +31,6 @@ def elements(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes))
 
 
-def plain(shapes: Shapes, itemsize: int = 4) -> list[Message]:
-    """Return the all-reduce of a bucket whose elements have `itemsize` bytes."""
-    return [Message("all_reduce", itemsize * elements(shapes))]
+def plain(shapes: Shapes) -> list[Message]:
+    """Return the all-reduce of a bucket in float32."""
+    return [Message("all_reduce", 4 * elements(shapes))]

@@ -83,8 +83,8 @@ class Cost:
         left_out: The effect that the model leaves out, for `Prediction.unknown`.
         stages: Ranks that read the same samples.
         every: Steps between two synchronisations of the ranks.
-        codec, codec_name: Encodes buckets; the codec's name in `Machine.codecs`.
-        encodes: The step has work of a codec.
+        codec: Encodes buckets.
+        codec_name: Name in `Machine.codecs` of the codec whose work the step has; empty without one.
         between_nodes: The codec encodes between nodes alone.
         two_levels: Buckets are reduced inside each node first.
         recomputes: Share of the blocks' forward pass that runs again in the backward pass.
@@ -98,8 +98,7 @@ class Cost:
     stages: int = 1
     every: int = 1
     codec: Coded | None = None
-    codec_name: str = "none"
-    encodes: bool = False
+    codec_name: str = ""
     between_nodes: bool = False
     two_levels: bool = False
     recomputes: float = 0.0
@@ -226,7 +225,7 @@ class Setup:
 
     @property
     def encodes(self) -> bool:
-        return any(cost.encodes for cost in self.costs.values())
+        return any(cost.codec_name for cost in self.costs.values())
 
     @property
     def two_levels(self) -> bool:

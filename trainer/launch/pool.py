@@ -87,6 +87,8 @@ def fork(place: Place, call: Callable[[Place], int], log: Path | None = None) ->
         code = run_guarded(lambda: call(place))
         sys.stdout.flush()
         sys.stderr.flush()
+    except SystemExit as ended:
+        print(f"echelon: rank {place.rank} called sys.exit({ended.code!r})", file=sys.stderr, flush=True)
     finally:
         os._exit(code)
 

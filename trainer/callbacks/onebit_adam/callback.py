@@ -63,7 +63,7 @@ class OneBitAdam(Callback):
         return [Variant({})] if at.ranks > 1 and at.step >= WARMUP else []
 
     def cost(self) -> Cost:
-        return OneBitAdamCost(codec_name="sign", encodes=True)
+        return OneBitAdamCost(codec_name="sign")
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
         self.adam, self.ends = OneBit(adamw(optimizer)), AllReduce(trainer.ranks.new_group())

@@ -37,7 +37,7 @@ def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Se
     costs = {name: cost for name, cost in found.items() if cost}
     for key, value in choice.settings.items():
         unknown += setting(key, value)
-    codecs = {cost.codec_name for cost in costs.values() if cost.encodes} - machine.codecs.keys()
+    codecs = {cost.codec_name for cost in costs.values() if cost.codec_name} - machine.codecs.keys()
     unknown += [f"codec {name}: its cost is not measured, and is taken as 0" for name in sorted(codecs)]
     if precision := choice.settings.get("trainer.precision"):
         unknown.append(f"trainer.precision={precision}: its factor on the passes is not measured, and is taken as 1")
