@@ -43,7 +43,7 @@ DIFFERENT = {
     "batch": {"batch": 24},
     "data": {"recipe": Toy(samples=60)},
     "callbacks": {"callbacks": {"ema": EMA()}},
-    "lanes": {"lanes": 6},
+    "shuffle_shards": {"shuffle_shards": 6},
     "optimizer": {"optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3)},
 }
 

@@ -211,7 +211,7 @@ def train(
             max_steps=STEPS, log_every_steps=1, validate_every=3, run_dir=f"runs/{run}", resume=resume,
             checkpoint=CheckpointOptions(every_steps=3, keep=3), check_replicas_every=1,
         ),
-        data=DataOptions(workers=0, lanes=5, block=4),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
         place=replace(place, store=f"{place.store}-{run}"),
     )  # fmt: skip
     start = flat(trainer.module)

@@ -7,10 +7,12 @@ import pytest
 from support.cli import ROOT
 from support.configs import toy_config
 
+from trainer.callbacks.bucket import Bucket
 from trainer.config.check import check
 from trainer.config.compose import choices, in_our_words
+from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.other_words import OURS, VALUES, WORDS
+from trainer.other_words import OURS, RENAMED, VALUES, WORDS
 
 
 def refusal(key: str, value: Any) -> str:
@@ -106,3 +108,22 @@ def test_ours_exist_and_no_word_is_one_of_ours():
 )
 def test_an_option_of_another_trainer_gets_our_key(said: str, fix: str) -> None:
     assert in_our_words(said).startswith(fix)
+
+
+@pytest.mark.parametrize("key", RENAMED)
+def test_a_key_of_an_earlier_version_gets_its_new_name(key: str) -> None:
+    new = re.escape(RENAMED[key])
+    section, _, name = key.rpartition(".")
+    config = toy_config()
+    config["callbacks"]["bucket"] = {"_target_": "trainer.callbacks.bucket.Bucket"}
+    (config["data"] if section == "data" else config["callbacks"]["bucket"])[name] = 5
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}=5: no such key; it is now {new}$"):
+        check(config)
+    constructor: Any = {"data": DataOptions, "callbacks.bucket": Bucket}[section]
+    with pytest.raises(ConfigError, match=rf"{name}=5: no such key; it is now {new}$"):
+        constructor(**{name: 5})
+
+
+def test_what_an_earlier_version_compared_gets_its_new_name() -> None:
+    with pytest.raises(ConfigError, match=r"^trainer.accept=\[lanes\]: .*; it is now data.shuffle_shards$"):
+        Options(accept=["lanes"])

@@ -70,7 +70,7 @@ def run(place: Place, run_dir: str, steps: int, resume: str | None, kill: int, v
             clip_norm=variant.get("clip"),
             checkpoint=CheckpointOptions(every_steps=every), ddp=DDPOptions(bucket_mib=0.02),
         ),
-        data=DataOptions(workers=variant.get("workers", 0), lanes=variant.get("lanes", 5), block=4),
+        data=DataOptions(workers=variant.get("workers", 0), shuffle_shards=variant.get("lanes", 5), shuffle_window=4),
         place=place,
     )  # fmt: skip
     trainer.fit()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from toy_recipe import Toy
 
 from trainer import setup
@@ -14,6 +15,7 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.loggers.metrics_file import MetricsFile
 from trainer.process.environment import Place
+from trainer.run_dir import stored_config
 from trainer.trainer import Trainer
 
 
@@ -136,3 +138,13 @@ def test_checkpoints_in_an_images_layer_are_thinned_out_and_set_aside(monkeypatc
     assert sorted(path.name for path in Path("ckpt/r").glob("step-*")) == ["step-00000008", "step-00000010"]
     assert len(list(Path("ckpt/r").glob(".abandoned-step-00000008-*"))) == 1
     assert not list(Path("ckpt/r").glob(".trash-*"))
+
+
+def test_a_config_of_an_earlier_version_has_todays_names(tmp_path):
+    old = "data:\n  workers: 0\n  lanes: 5\n  block: 4\nrecipe:\n  block: 3\ncallbacks:\n  bucket:\n    late: [a]\n"
+    (tmp_path / "config.yaml").write_text(old)
+    assert yaml.safe_load(stored_config(tmp_path / "config.yaml")) == {
+        "data": {"workers": 0, "shuffle_shards": 5, "shuffle_window": 4},
+        "recipe": {"block": 3},
+        "callbacks": {"bucket": {"delayed": ["a"]}},
+    }

@@ -80,7 +80,8 @@ def train(place: Place, setting: str, row: str) -> np.ndarray | str:
             Toy(width=32), {"weights": weights} | ({name_of(row): table[row]()} if row else {}), sgd,
             batch=12, accumulate=2,
             options=Options(max_steps=4, log_every_steps=1, run_dir=f"runs/{setting} {row}", **OPTIONS[setting]),
-            data=DataOptions(workers=0, lanes=4, block=4), place=replace(place, store=f"{place.store}-{setting}-{row}"),
+            data=DataOptions(workers=0, shuffle_shards=4, shuffle_window=4),
+            place=replace(place, store=f"{place.store}-{setting}-{row}"),
         )  # fmt: skip
     except ConfigError as error:
         return str(error)

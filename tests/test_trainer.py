@@ -26,7 +26,14 @@ SHORT = Options(max_steps=2)
 
 
 def make(recipe: Any, callbacks: dict[str, Callback] | None = None, options: Options = SHORT, **more: Any) -> Trainer:
-    return Trainer(recipe, callbacks, batch=12, options=options, data=DataOptions(workers=0, lanes=5, block=4), **more)
+    return Trainer(
+        recipe,
+        callbacks,
+        batch=12,
+        options=options,
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
+        **more,
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ def make(place: Place | None = None, rows: tuple[str, ...] = (), run: str = "r",
     } | options
     return Trainer(
         recipe, callbacks, adamw if "onebit_adam" in rows else sgd, batch=12, options=Options(**options),
-        data=DataOptions(workers=0, lanes=5, block=4), place=place or Place(),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4), place=place or Place(),
     )  # fmt: skip
 
 

@@ -230,7 +230,7 @@ def signalled(
             resume=resume,
             checkpoint=CheckpointOptions(every_steps=None, keep_best="val/loss"),
         ),
-        data=DataOptions(workers=0, lanes=5, block=4),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
         place=place,
     )
     trainer.fit()

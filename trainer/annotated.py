@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 from trainer.errors import ConfigError, nearest, refuse_empty, refuse_remote
-from trainer.other_words import our_key, our_value
+from trainer.other_words import new_name, our_key, our_value
 
 KEPT = (int, float, str, tuple, list, types.NoneType)
 TRANSLATED = ("", "trainer.", "data.")  # sections whose keys have other names in other trainers
@@ -278,7 +278,7 @@ def refuse_unknown(function: Callable[..., Any], prefix: str, placed: int, given
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in (name for name in given if name not in known):
-        fix = (prefix in TRANSLATED and our_key(name)) or nearest(name, list(known)[placed:])
+        fix = new_name(prefix + name) or (prefix in TRANSLATED and our_key(name)) or nearest(name, list(known)[placed:])
         raise ConfigError(f"{prefix}{name}={as_yaml(given[name])}: no such key; {fix}")
 
 

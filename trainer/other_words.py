@@ -80,12 +80,25 @@ VALUES = {
 }  # fmt: skip
 
 
+# Keys of earlier versions -> their names today.
+RENAMED = {
+    "data.lanes": "data.shuffle_shards",
+    "data.block": "data.shuffle_window",
+    "callbacks.bucket.late": "callbacks.bucket.delayed",
+}
+
+
 def plain(word: str) -> str:
     """Normalise a word to its spelling in the tables."""
     return word.replace("_", "").replace("-", "").lower()
 
 
 MEANINGS = {key: {plain(word): ours for word, ours in words.items()} for key, words in VALUES.items()}
+
+
+def new_name(key: str) -> str:
+    """Return the fix for a key that an earlier version had; empty for any other."""
+    return f"it is now {new}" if (new := RENAMED.get(key)) else ""
 
 
 def our_key(key: str) -> str:

@@ -194,7 +194,9 @@ class Plan:
         if self.splits and size:
             self.micro, self.accumulate = split_by(size, self.batch, self.data_world)
         self.source = source = self._limit(source, recipe)
-        self.order = source.order(self.data.lanes, self.data.block) if isinstance(source, Samples) else None
+        self.order = (
+            source.order(self.data.shuffle_shards, self.data.shuffle_window) if isinstance(source, Samples) else None
+        )
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
                 f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "
@@ -333,7 +335,7 @@ class Plan:
         """Return the settings and the data that an exact resume must share."""
         data = self.source.fingerprint if isinstance(self.source, Samples | FirstOf) else "iterable"
         own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful(self.callbacks)}
-        own |= {"lanes": self.data.lanes, "block": self.data.block}
+        own |= {"shuffle_shards": self.data.shuffle_shards, "shuffle_window": self.data.shuffle_window}
         return own if self.order or not self.epoch_samples else own | {PASS: self.epoch_samples}
 
 

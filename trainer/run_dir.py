@@ -25,6 +25,7 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.errors import NOT_FINITE, ConfigError, printable, refuse_remote
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused, special
 from trainer.log import Lines, Terminal, log, set_handlers
+from trainer.other_words import RENAMED
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -210,7 +211,20 @@ def stored_config(file: Path) -> io.StringIO:
         raise ConfigError(f"is larger than {MOST_CONFIG >> 20} MiB")
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
         raise ConfigError("has aliases (*NAME), which no run writes")
-    return io.StringIO(text)
+    return io.StringIO(rename_keys(text))
+
+
+def rename_keys(text: str) -> str:
+    """Return the text of a config with today's names for the keys that an earlier version wrote."""
+    config, changed = yaml.safe_load(text), False
+    for old, new in RENAMED.items():
+        *path, name = old.split(".")
+        node = config
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict) and name in node:
+            node[new.rpartition(".")[2]], changed = node.pop(name), True
+    return yaml.safe_dump(config, sort_keys=False) if changed else text
 
 
 def refuse_cut(stored: Any) -> None:

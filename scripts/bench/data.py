@@ -115,7 +115,7 @@ def loader(data: Data, workers: int) -> Loader:
     recipe: Any = Recipe(data)
     source = open_source(recipe, "train", 0, options)
     assert isinstance(source, Samples)
-    order = source.order(options.lanes, options.block)
+    order = source.order(options.shuffle_shards, options.shuffle_window)
     return Loader(source, order, Split(data.batch), options, collate=collate, weight=len)
 
 

@@ -98,7 +98,8 @@ def train(
             max_steps=STEPS, log_every_steps=1, clip_norm=1.0, run_dir=run_dir or f"runs/{name}", resume=resume,
             checkpoint=CheckpointOptions(every_steps=2, keep=9), check_replicas_every=1, timeout_s=30.0,
         ),
-        data=DataOptions(workers=workers, lanes=5, block=4), place=replace(place, store=f"{place.store}-{name}"),
+        data=DataOptions(workers=workers, shuffle_shards=5, shuffle_window=4),
+        place=replace(place, store=f"{place.store}-{name}"),
     )  # fmt: skip
     trainer.fit()
     return {"steps": watch.steps, "passes": recipe.passes, "buffer": trainer.module.mean.item()}  # pyright: ignore

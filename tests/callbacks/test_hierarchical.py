@@ -74,7 +74,7 @@ def train(
         {},
         pytest.param({"overlap": {}}, marks=pytest.mark.slow),
         pytest.param({"local_sgd": {"every": 2}}, marks=pytest.mark.slow),
-        pytest.param({"bucket": {"mib": 0.005, "late": ["*bias"]}}, marks=pytest.mark.slow),
+        pytest.param({"bucket": {"mib": 0.005, "delayed": ["*bias"]}}, marks=pytest.mark.slow),
         pytest.param({"ema": {"decay": 0.5}, "activation_checkpoint": {}}, marks=pytest.mark.slow),
     ],
     ids="+".join,

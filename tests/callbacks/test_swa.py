@@ -106,7 +106,7 @@ def train(
             max_steps=steps, run_dir=f"runs/{name}", ddp=DDPOptions(bucket_mib=0.004),
             **{"validate_every": None, **options},
         ),
-        data=DataOptions(workers=0, lanes=5, block=4),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
         place=place,
     )  # fmt: skip
     trainer.fit()

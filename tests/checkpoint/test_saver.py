@@ -47,7 +47,8 @@ class AtStep(Callback):
 def make(callback: AtStep, max_steps: int = 6, resume: str | None = None, **checkpoint: Any) -> Trainer:
     options = CheckpointOptions(every_steps=2, keep=9, **checkpoint)
     return Trainer(
-        Toy(), {"at": callback}, batch=12, place=Place(), data=DataOptions(workers=0, lanes=5, block=4),
+        Toy(), {"at": callback}, batch=12, place=Place(),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
         options=Options(max_steps=max_steps, run_dir="runs/r", checkpoint=options, resume=resume),
     )  # fmt: skip
 

@@ -52,7 +52,8 @@ class Ranked(Callback):
 def ranked(place: Place, callback: Ranked, max_steps: int = 6, resume: str | None = None, **checkpoint: Any) -> Any:
     options = CheckpointOptions(**{"every_steps": 2, "keep": 9} | checkpoint)
     trainer = Trainer(
-        Toy(), {"own": callback}, batch=12, place=place, data=DataOptions(workers=0, lanes=5, block=4),
+        Toy(), {"own": callback}, batch=12, place=place,
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
         options=Options(max_steps=max_steps, run_dir="runs/r", checkpoint=options, resume=resume, timeout_s=20),
     )  # fmt: skip
     trainer.fit()

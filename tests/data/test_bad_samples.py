@@ -69,7 +69,8 @@ def train(
     watch, recipe = Watch(), Tars(shards, dtype="float64") if shards else Holed(bad, where)
     trainer = Trainer(
         recipe, {"watch": watch}, lambda groups: torch.optim.SGD(groups, lr=0.0), batch=12, place=place,
-        micro_batch=micro, data=DataOptions(workers=1 if shards else 0, lanes=5, block=4, max_bad=max_bad),
+        micro_batch=micro,
+        data=DataOptions(workers=1 if shards else 0, shuffle_shards=5, shuffle_window=4, max_bad=max_bad),
         options=Options(
             max_steps=max_steps, run_dir=f"runs/{name}", resume=resume, log_every_steps=1,
             checkpoint=CheckpointOptions(every_steps=2, keep=9),

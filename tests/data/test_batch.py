@@ -35,7 +35,7 @@ from trainer.data.shards.writer import write_shards
 from trainer.data.source import MapReader, Samples
 from trainer.errors import DataError
 
-IN_PROCESS = DataOptions(workers=0, lanes=5, block=4)
+IN_PROCESS = DataOptions(workers=0, shuffle_shards=5, shuffle_window=4)
 ABOVE = ("plan", "trainer", "callback", "callbacks", "recipe", "batch", "session", "validation", "checkpointing")
 
 
@@ -54,11 +54,17 @@ def test_data_imports_nothing_from_above():
 def test_shards_to_batches_without_a_trainer(workers, tmp_path):
     write_shards(({"__key__": f"{i:03d}", "npy": np.array([i])} for i in range(30)), tmp_path, "s", per_shard=8)
     index = Index.open(find_shards(str(tmp_path / "*.tar")))
-    options = DataOptions(workers=workers, lanes=4, block=4)
+    options = DataOptions(workers=workers, shuffle_shards=4, shuffle_window=4)
 
     def numbers(start: int, count: int) -> list[list[int]]:
         samples = Samples(ShardReader(index), index.counts, index.fingerprint, lambda sample, _: sample["npy"], seed=3)
-        loader = Loader(samples, samples.order(options.lanes, options.block), Split(6, accumulate=2), options, seed=3)
+        loader = Loader(
+            samples,
+            samples.order(options.shuffle_shards, options.shuffle_window),
+            Split(6, accumulate=2),
+            options,
+            seed=3,
+        )
         steps = [whole(step) for step in itertools.islice(loader.train(start), count)]
         loader.close()
         return [torch.cat(step.batches).flatten().tolist() for step in steps]
@@ -313,7 +319,7 @@ def test_micro_batches_ahead_may_be_more_than_the_usual_limit_of_open_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, hard))
     try:
-        loader = open_loader(Recipe(), options=DataOptions(workers=1, lanes=5), batch=200, accumulate=200)
+        loader = open_loader(Recipe(), options=DataOptions(workers=1, shuffle_shards=5), batch=200, accumulate=200)
         assert [len(step.weights) for step in itertools.islice(loader.train(0), 2)] == [200, 200]
         loader.close()
     finally:

@@ -45,7 +45,7 @@ def train(place: Place, options: dict[str, Any]) -> tuple[list[int], dict[str, f
     trainer = Trainer(
         Numbered(samples=40, dtype="float64"), [seen], batch=6, micro_batch=2,
         options=Options(**{"max_epochs": 2, "run_dir": "runs/r", **options}), place=place,
-        data=DataOptions(workers=0, lanes=5, block=4),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
     )  # fmt: skip
     trainer.fit()
     return seen.refs, trainer.validation, trainer.plan.epoch_samples

@@ -20,7 +20,7 @@ from trainer.data.sampling.order import Order
 
 MODULE = [sys.executable, "-m", "trainer.tools.shards"]
 TARS = ["--config-dir", str(ROOT / "tests" / "toy" / "conf"), "recipe=tars", *QUICK, "trainer.max_steps=10"]
-TARS += ["trainer.validate_every=null", "data.workers=1", "data.lanes=1"]
+TARS += ["trainer.validate_every=null", "data.workers=1", "data.shuffle_shards=1"]
 
 
 def train(name: str, cwd: Path, *more: str, shards: str = "data/p-*.tar", timeout_s: float = 60, **env: str) -> Result:
@@ -75,7 +75,7 @@ def test_36_a_shard_that_is_away_for_three_seconds(folder: Path) -> None:
 
 
 SLOW = ["trainer.devices=3", "trainer.max_steps=16", "trainer.timeout_s=16", "trainer.log_every_steps=1"]
-SLOW += ["data.lanes=3", "data.block=4", "+callbacks=[probe]", "callbacks.probe.step_s=0.4"]
+SLOW += ["data.shuffle_shards=3", "data.shuffle_window=4", "+callbacks=[probe]", "callbacks.probe.step_s=0.4"]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ gzip -dc "$1" | (head -c 3000; sleep 0.1; cat)
 @pytest.mark.timeout(300)
 def test_two_ranks_on_programs_with_little_room_killed_while_these_write(tmp_path: Path) -> None:
     """And run again, from compressed files: the bits of the same ranks on plain ones."""
-    ranks = ["trainer.devices=2", "data.lanes=4"]
+    ranks = ["trainer.devices=2", "data.shuffle_shards=4"]
     paths = write_points(tmp_path / "data")
     assert train("well", tmp_path, *ranks).code == 0
     (tmp_path / "packed").mkdir()
@@ -207,7 +207,7 @@ def started(cwd: Path) -> list[int]:
 @needs_nginx
 def test_two_ranks_on_remote_shards_with_little_room(tmp_path: Path) -> None:
     """Cut connections, and a cache of a few shards: the bits of the same ranks on the files."""
-    ranks = ["trainer.devices=2", "data.lanes=4"]
+    ranks = ["trainer.devices=2", "data.shuffle_shards=4"]
     write_points(tmp_path / "data")
     assert train("well", tmp_path, *ranks).code == 0
     (tmp_path / "web").mkdir()
@@ -241,7 +241,7 @@ def away(proxy: Proxy, metrics: Path, seconds: float, steps: list[int]) -> None:
 @pytest.mark.parametrize(("ranks", "more", "away_s"), [(1, [], 40), (2, ["trainer.timeout_s=20"], 45)])
 def test_a_server_that_is_away_for_long(tmp_path: Path, ranks: int, more: list[str], away_s: float) -> None:
     """It is waited for; for longer than `trainer.timeout_s`, the run is started again. The bits of the files."""
-    both = [f"trainer.devices={ranks}", "data.lanes=4", "trainer.checkpoint.every_steps=1"]
+    both = [f"trainer.devices={ranks}", "data.shuffle_shards=4", "trainer.checkpoint.every_steps=1"]
     write_points(tmp_path / "data")
     assert train("well", tmp_path, *both, timeout_s=200).code == 0
     (tmp_path / "web").mkdir()

@@ -30,7 +30,7 @@ def train(run: str, steps: int, resume: str | None = None, precision: Any = "fp3
         max_steps=steps, run_dir=f"runs/{run}", resume=resume, precision=precision, accelerator=ACCELERATOR,
         log_every_steps=1, checkpoint=CheckpointOptions(every_steps=4), deterministic=True,
     )  # fmt: skip
-    data = DataOptions(workers=2, lanes=5, block=4)
+    data = DataOptions(workers=2, shuffle_shards=5, shuffle_window=4)
     trainer = Trainer(
         Toy(dropout=0.1), {"ema": EMA(0.9)}, batch=12, accumulate=2, options=options, data=data, place=Place()
     )

@@ -58,7 +58,8 @@ def train(place: Place, row: str, monitor: Callback | None, **options: Any) -> n
             "max_steps": STEPS, "log_every_steps": EVERY, "run_dir": f"runs/{run}", "validate_every": STEPS,
             "checkpoint": CheckpointOptions(every_steps=None, every_minutes=None), **options,
         }),
-        data=DataOptions(workers=0, lanes=4, block=4), place=replace(place, store=f"{place.store}-{run}"),
+        data=DataOptions(workers=0, shuffle_shards=4, shuffle_window=4),
+        place=replace(place, store=f"{place.store}-{run}"),
     )  # fmt: skip
     trainer.fit()
     return weights.end

@@ -46,7 +46,9 @@ def two(groups: Any) -> Any:
 
 def trained(make: Any, steps: int = 2) -> Trainer:
     options = Options(max_steps=steps, log_every_steps=1)
-    trainer = Trainer(Toy(), {}, make, batch=12, options=options, data=DataOptions(workers=0, lanes=5, block=4))
+    trainer = Trainer(
+        Toy(), {}, make, batch=12, options=options, data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4)
+    )
     trainer.fit()
     return trainer
 

@@ -83,7 +83,9 @@ def made(kind: Any) -> Any:
 
 def trained(make: Any, steps: int, callbacks: Any = (), **options: Any) -> Trainer:
     own = Options(max_steps=steps, run_dir="runs/r", **options)
-    trainer = Trainer(Toy(), callbacks, make, batch=12, options=own, data=DataOptions(workers=0, lanes=5, block=4))
+    trainer = Trainer(
+        Toy(), callbacks, make, batch=12, options=own, data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4)
+    )
     trainer.fit()
     return trainer
 

@@ -55,7 +55,7 @@ def gradients(place: Place, accumulate: int, recipe: type[Toy]) -> tuple[list[np
         batch=12,
         accumulate=accumulate,
         options=Options(max_steps=3, log_every_steps=1, nodes="1:8"),  # so that parts may differ by a sample
-        data=DataOptions(workers=0, lanes=5, block=4),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
         place=place,
     )
     trainer.fit()

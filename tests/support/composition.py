@@ -36,7 +36,7 @@ SETTINGS = {
 KNOBS: Table = {
     "bucket.first_mib": lambda: Bucket(first_mib=1.0),
     "bucket.mibs": lambda: Bucket(mibs=[1.0, 25.0]),
-    "bucket.late": lambda: Bucket(late=["*bias"]),
+    "bucket.delayed": lambda: Bucket(delayed=["*bias"]),
     "grad_compress.clip_norm": lambda: GradCompress("dgc", clip_norm=1.0),
     "grad_compress.momentum": lambda: GradCompress("dgc", momentum=0.9),
 }

@@ -29,7 +29,7 @@ def open_loader(
     source, validation = (open_source(recipe, split, seed, options, timeout_s) for split in ("train", "val"))
     assert source is not None
     return Loader(
-        source, source.order(options.lanes, options.block) if isinstance(source, Samples) else None,
+        source, source.order(options.shuffle_shards, options.shuffle_window) if isinstance(source, Samples) else None,
         Split(batch, world, accumulate), options, validation=validation, rank=rank, seed=seed, timeout_s=timeout_s,
         collate=getattr(recipe, "collate", default_collate), weight=getattr(recipe, "weight", None),
     )  # fmt: skip
@@ -74,7 +74,7 @@ class Kept:
 
 
 def small_loader(recipe: Any, rank: int, world: int, timeout_s: float = 600, **data: int) -> Loader:
-    options = DataOptions(**{"lanes": 5, "block": 4, **data})
+    options = DataOptions(**{"shuffle_shards": 5, "shuffle_window": 4, **data})
     return open_loader(
         recipe, rank, world, options=options, batch=BATCH * world, accumulate=ACCUMULATE, seed=SEED, timeout_s=timeout_s
     )

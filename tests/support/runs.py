@@ -19,7 +19,7 @@ def make(
     callbacks: Any = None,
     optimizer: Any = sgd,
     batch: int = 12,
-    lanes: int = 5,
+    shuffle_shards: int = 5,
     place: Place | None = None,
     **options: Any,
 ):
@@ -30,6 +30,6 @@ def make(
         optimizer,
         batch=batch,
         options=Options(**{"max_steps": 4, "run_dir": "runs/r", "checkpoint": checkpoint, **options}),
-        data=DataOptions(workers=0, lanes=lanes, block=4),
+        data=DataOptions(workers=0, shuffle_shards=shuffle_shards, shuffle_window=4),
         place=place or Place(),
     )

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from trainer.other_words import RENAMED
+
 SECTIONS = ("recipe", "callbacks", "optimizer", "schedule", "nccl")  # of a config
 
 
@@ -24,7 +26,7 @@ def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """
     lines = []
     for name, prefix in (("settings", ""), ("ddp", "trainer.ddp."), ("versions", "")):
-        was, now = saved.get(name, {}), own[name]
+        was, now = {RENAMED.get(str(key), str(key)): value for key, value in saved.get(name, {}).items()}, own[name]
         parts = {part(key) for key in was} & {part(key) for key in now}
         for key in sorted(was.keys() | now.keys()):
             if part(key) in parts and not same(key, was.get(key), now.get(key)):

@@ -11,6 +11,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.targets import in_conf, locate
 from trainer.errors import ConfigError
 from trainer.log import log
+from trainer.other_words import RENAMED
 from trainer.process.environment import node_range
 
 PASS = "epoch_samples"  # for an iterable of batches; each rank's own may have a different number
@@ -29,10 +30,12 @@ def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
 
 
 def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
-    """Return a checkpoint's identity without observers with state, which older versions listed in it."""
-    settings, listed = manifest.get("settings", {}), manifest["identity"].get("callbacks")
+    """Return a checkpoint's identity by today's names, without observers with state, which older versions listed."""
+    settings, saved = manifest.get("settings", {}), manifest["identity"]
+    identity = {RENAMED.get(f"data.{key}", str(key)).removeprefix("data."): value for key, value in saved.items()}
+    listed = identity.get("callbacks")
     if not isinstance(listed, list):
-        return manifest["identity"]
+        return identity
 
     def observed(name: Any) -> bool:
         target = str(settings.get(f"callbacks.{name}._target_", ""))
@@ -41,7 +44,7 @@ def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[s
         kind: Any = locate("trainer.resume", target, ()) if in_conf(target) else None
         return isinstance(kind, type) and issubclass(kind, Callback) and observes(kind)
 
-    return manifest["identity"] | {"callbacks": [name for name in listed if not observed(name)]}
+    return identity | {"callbacks": [name for name in listed if not observed(name)]}
 
 
 def observes(callback: Callback | type[Callback]) -> bool:

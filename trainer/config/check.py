@@ -14,7 +14,7 @@ from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, knobs, o
 from trainer.config.targets import CONF, LIBRARIES, refuse_nested, refuse_package, refuse_target
 from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError, nearest
-from trainer.other_words import our_key
+from trainer.other_words import new_name, our_key
 from trainer.redact import HIDDEN, children, redact, redacted_keys
 
 TOP = ("recipe", "callbacks", "optimizer", "schedule", "batch", "micro_batch", "accumulate", "trainer", "data", "nccl")
@@ -169,8 +169,9 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "
     check_type(key, values, dict)
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
-            fix = (key in ("trainer", "data") and our_key(name)) or nearest(name, known)
-            raise ConfigError(f"{key}.{name}={shown(name, value)}: no such key; {fix}{hint}")
+            full = f"{key}.{name}"
+            fix = new_name(full) or (key in ("trainer", "data") and our_key(name)) or nearest(name, known)
+            raise ConfigError(f"{full}={shown(name, value)}: no such key; {fix}{hint}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             check_values(f"{key}.{name}", value, option_parameters(kind))

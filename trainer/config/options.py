@@ -17,9 +17,11 @@ from trainer.annotated import (
 )
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError, nearest
+from trainer.other_words import new_name
 from trainer.process.environment import node_range
 
-ACCEPTABLE = ("seed", "batch", "data", "callbacks", "lanes", "block", "optimizer")  # keys that a resume compares
+# Settings and data that a resume compares.
+ACCEPTABLE = ("seed", "batch", "data", "callbacks", "shuffle_shards", "shuffle_window", "optimizer")
 
 
 @check_names("trainer.checkpoint.")
@@ -83,8 +85,8 @@ class LimitOptions:
 class DataOptions:
     workers: NonNegativeInt = 2  # processes per rank; 0 reads in the training process
     prefetch: PositiveInt = 2  # micro-batches ahead per worker; all workers together load 1.5 steps ahead
-    lanes: PositiveInt = 64  # shards mixed in every batch; part of the run's identity
-    block: PositiveInt = 512  # samples shuffled together inside a lane; part of the run's identity
+    shuffle_shards: PositiveInt = 64  # shards mixed in every batch; part of the run's identity
+    shuffle_window: PositiveInt = 512  # consecutive samples shuffled together; part of the run's identity
     decoders: list[Any] = field(default_factory=list)  # functions (".seg.png", bytes) -> value, or None: the next one's
     map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
     # Share of an epoch's samples that may be unreadable, 10 at least; 0: none.
@@ -146,9 +148,8 @@ class Options:
             raise ConfigError(f"trainer.overfit={self.overfit}: has batches of its own; leave limit_batches out")
         for key in self.accept:
             if key not in ACCEPTABLE:
-                raise ConfigError(
-                    f"trainer.accept=[{key}]: is not a setting that a resume compares; {nearest(key, ACCEPTABLE)}"
-                )
+                fix = new_name(f"data.{key}") or nearest(key, ACCEPTABLE)
+                raise ConfigError(f"trainer.accept=[{key}]: is not a setting that a resume compares; {fix}")
         if self.clip_norm is not None and self.clip_value is not None:
             raise ConfigError(
                 f"trainer.clip_value={self.clip_value}: gradients are clipped by trainer.clip_norm={self.clip_norm} "

@@ -172,7 +172,7 @@ class Loader:
         def needs() -> Iterator[set[int]]:
             return training_needs(order, itertools.takewhile(lambda step: step[0] < stop, steps()), self.rank)
 
-        lanes = -(-self.options.lanes // self.split.world)
+        lanes = -(-self.options.shuffle_shards // self.split.world)
         accumulate = max(self.split.micros(self.rank), next(steps())[1].micros(self.rank))
         each = AHEAD * accumulate / max(1, self.options.workers)
         ahead = max(self.options.prefetch, math.ceil(each))

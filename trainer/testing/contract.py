@@ -88,7 +88,8 @@ class Runs:
         trainer = Trainer(
             self.recipe(), {NAME: self.make()} if own else {}, self.optimizer, batch=self.batch, accumulate=accumulate,
             options=Options(**options, run_dir=f"runs/{name}", resume=resume, checkpoint=checkpoint, accelerator="cpu"),
-            data=DataOptions(workers=0, lanes=5, block=4), place=replace(place, store=f"{place.store}-{name}"),
+            data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
+            place=replace(place, store=f"{place.store}-{name}"),
         )  # fmt: skip
         trainer.fit()
         return trainer.validation

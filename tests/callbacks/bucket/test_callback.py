@@ -99,7 +99,7 @@ def plain(place: Place, mib: float) -> dict[str, torch.Tensor]:
 def test_any_layout_trains_as_one_process_does():
     """To rounding; and with the bits of DDP, where that has the same layout."""
     alone, ddp = run_ranks(1, weights, "alone", None)[0], run_ranks(3, plain, 12 * KIB)[0]
-    for key, value in {"mib": 12 * KIB, "mibs": [12 * KIB], "first_mib": 4 * KIB, "late": ["2.*", "7.*"]}.items():
+    for key, value in {"mib": 12 * KIB, "mibs": [12 * KIB], "first_mib": 4 * KIB, "delayed": ["2.*", "7.*"]}.items():
         for own in run_ranks(3, weights, key, {key: value}):
             assert close(own, alone)
             assert equal(own, ddp) or key not in ("mib", "mibs")
@@ -212,7 +212,7 @@ def unused_tried(place: Place) -> None:
         ({"first_mib": -1.0}, "first_mib=-1.0: must be more than 0"),
         ({"mibs": [1.0, 0.0]}, "mibs.1=0.0: must be more than 0"),
         ({"mibs": []}, "mibs=[]: is empty; give at least one, or null"),
-        ({"late": []}, "late=[]: is empty; give at least one, or null"),
+        ({"delayed": []}, "delayed=[]: is empty; give at least one, or null"),
         (
             {"mibs": [1.0], "mib": 4.0},
             "mibs=[1.0]: gives the size of every bucket, so mib=4.0 has no effect; leave one out",
@@ -238,9 +238,9 @@ def test_what_makes_no_layout_is_refused(knobs, told):
     [
         ({"first_mib": 1.0}, "find_unused_parameters", "leave callbacks.bucket.first_mib out"),
         ({"mibs": [1.0]}, "find_unused_parameters", "leave callbacks.bucket.mibs out"),
-        ({"late": ["x"]}, "find_unused_parameters", "leave callbacks.bucket.late out"),
-        ({"late": ["x"]}, "static_graph", "leave callbacks.bucket.late out"),
-        ({"late": ["x"]}, "overlap", "leave callbacks.bucket.late out"),
+        ({"delayed": ["x"]}, "find_unused_parameters", "leave callbacks.bucket.delayed out"),
+        ({"delayed": ["x"]}, "static_graph", "leave callbacks.bucket.delayed out"),
+        ({"delayed": ["x"]}, "overlap", "leave callbacks.bucket.delayed out"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(knobs, other, out):

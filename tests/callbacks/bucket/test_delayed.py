@@ -69,7 +69,7 @@ def _inside(tmp_path, monkeypatch):
     ),
 )
 def test_late_ones_are_reduced_together_after_all_others(late, recipe, layers):
-    for calls, number in run_ranks(3, reductions, {"mib": 12 * KIB, "late": late}, recipe):
+    for calls, number in run_ranks(3, reductions, {"mib": 12 * KIB, "delayed": late}, recipe):
         assert calls == [(step, n * 1024) for step in range(2) for n in layers]
         assert number == len(layers) - 1
 
@@ -77,12 +77,12 @@ def test_late_ones_are_reduced_together_after_all_others(late, recipe, layers):
 @pytest.mark.parametrize("with_", ["grad_compress", "local_sgd"])
 def test_late_goes_with(with_):
     """All ranks end alike; where the codec is local to the late ones or the ranks part, nothing hangs."""
-    first, *others = run_ranks(3, weights, "run", {"late": ["2.*", "7.*"]}, with_)
+    first, *others = run_ranks(3, weights, "run", {"delayed": ["2.*", "7.*"]}, with_)
     assert all(equal(first, other) for other in others)
 
 
 def with_residuals(place: Place, name: str, resume: str | None) -> dict[str, torch.Tensor]:
-    callbacks = {"bucket": Bucket(12 * KIB, late=["0.*"]), "grad_compress": GradCompress("topk", density=0.3)}
+    callbacks = {"bucket": Bucket(12 * KIB, delayed=["0.*"]), "grad_compress": GradCompress("topk", density=0.3)}
     return fit(place, callbacks, steps=4, name=name, resume=resume)
 
 
@@ -94,13 +94,13 @@ def test_what_was_kept_back_of_each_is_its_own_after_a_resume():
 
 
 def test_one_of_the_root_module_is_reduced_once():
-    for calls, _ in run_ranks(3, reductions, {"late": ["scale"]}, Root):
+    for calls, _ in run_ranks(3, reductions, {"delayed": ["scale"]}, Root):
         assert calls == [(step, n) for step in range(2) for n in (8 * 1024, 4)]
 
 
 def unused(place: Place, recipe: type[Stack], late: list[str]) -> str:
     with pytest.raises(ConfigError) as caught:
-        fit(place, {"bucket": Bucket(late=late)}, recipe)
+        fit(place, {"bucket": Bucket(delayed=late)}, recipe)
     return str(caught.value)
 
 
@@ -122,12 +122,12 @@ def refused(place: Place, knobs: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("late", "told"),
+    ("delayed", "message"),
     [
-        ("7.weihgt", "late=7.weihgt: no trainable parameter has this name; did you mean 7.weight or"),
-        ("*", "late=['*']: names all trainable parameters; leave some to DDP"),
+        ("7.weihgt", "delayed=7.weihgt: no trainable parameter has this name; did you mean 7.weight or"),
+        ("*", "delayed=['*']: names all trainable parameters; leave some to DDP"),
     ],
 )
 def test_late_names_some_parameters(late, told):
-    for message in run_ranks(2, refused, {"late": [late]}):
+    for message in run_ranks(2, refused, {"delayed": [late]}):
         assert message.startswith(f"callbacks.bucket.{told}")

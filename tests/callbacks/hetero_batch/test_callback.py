@@ -90,7 +90,7 @@ def train(
             max_steps=steps, log_every_steps=1, validate_every=6, run_dir=run_dir or f"runs/{name}", resume=resume,
             checkpoint=CheckpointOptions(every_steps=save, keep=99), check_replicas_every=1, timeout_s=30.0, **options,
         ),
-        data=DataOptions(workers=workers, lanes=5, block=4, max_bad=0.5),
+        data=DataOptions(workers=workers, shuffle_shards=5, shuffle_window=4, max_bad=0.5),
         place=replace(place, store=f"{place.store}-{name}"),
     )  # fmt: skip
     trainer.fit()

@@ -70,7 +70,7 @@ def train(
     watch, nan_guard = Watch(), NanGuard(**guard)
     trainer = Trainer(
         Bad(factor, rank, *bad), {"watch": watch, "nan_guard": nan_guard, **(more or {})}, batch=12, place=place,
-        data=DataOptions(workers=0, lanes=5, block=4),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
         options=Options(
             max_steps=max_steps, run_dir=f"runs/{name}", resume=resume, log_every_steps=1, clip_value=clip_value,
             checkpoint=CheckpointOptions(every_steps=save),
@@ -247,7 +247,7 @@ def test_rollback_takes_the_average_back_too():
     watch, guard = Watch(), NanGuard("rollback", every=3)
     trainer = Trainer(
         Bad(float("nan"), 0), {"watch": watch, "guard": guard, "ema": ema, "after": After()}, batch=12, place=Place(),
-        data=DataOptions(workers=0, lanes=5, block=4), options=Options(max_steps=6, run_dir="runs/r"),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4), options=Options(max_steps=6, run_dir="runs/r"),
     )  # fmt: skip
     trainer.fit()
     weights = watch.seen[3][next(name for name, _ in trainer.module.named_parameters())]

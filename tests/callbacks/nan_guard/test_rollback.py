@@ -24,7 +24,7 @@ def test_rollback_takes_back_steps_that_are_plain_numbers(optimizer):
     recipe = OneIsNaN()
     recipe.trainer = Trainer(
         recipe, {"guard": NanGuard("rollback", every=2)}, optimizer, batch=12, place=Place(),
-        data=DataOptions(workers=0, lanes=5, block=4), options=Options(max_steps=6, run_dir="runs/r"),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4), options=Options(max_steps=6, run_dir="runs/r"),
     )  # fmt: skip
     recipe.trainer.fit()
     assert {float(state["step"]) for state in recipe.trainer.optimizer.state.values()} == {4.0}
@@ -64,7 +64,7 @@ def test_rollback_takes_back_what_no_checkpoint_has():
 
     recipe.trainer = Trainer(
         recipe, {"guard": NanGuard("rollback", every=2), "z": After()}, batch=12, place=Place(),
-        data=DataOptions(workers=0, lanes=5, block=4), options=Options(max_steps=6, run_dir="runs/r"),
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4), options=Options(max_steps=6, run_dir="runs/r"),
     )  # fmt: skip
     recipe.trainer.fit()
     assert torch.equal(means[4], means[2]) and not torch.equal(means[3], means[2])

@@ -111,7 +111,7 @@ def steps(recipe: Any, world: int) -> list[Any]:
     """Two epochs of all ranks."""
     found = []
     for rank in range(world):
-        options = DataOptions(workers=0, lanes=5, block=4, cache_dir="cache")
+        options = DataOptions(workers=0, shuffle_shards=5, shuffle_window=4, cache_dir="cache")
         loader = open_loader(recipe, rank, world, options=options)
         stream = loader.train(0)
         found += [whole(next(stream)) for _ in range(16)]
@@ -228,7 +228,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.
 
 def make(**options: Any) -> Trainer:
     given = Options(max_steps=2, run_dir="runs/r", checkpoint=CheckpointOptions(), **options)
-    data = DataOptions(workers=0, lanes=4, block=4, cache_dir="cache")
+    data = DataOptions(workers=0, shuffle_shards=4, shuffle_window=4, cache_dir="cache")
     return Trainer(Tars("packed/p-*.tar.gz"), batch=12, options=given, data=data, place=Place())
 
 

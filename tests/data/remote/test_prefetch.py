@@ -156,7 +156,9 @@ class Validated(Tars):
 
 def loader(recipe: Tars, tmp_path: Path, shards: float = 99, lanes: int = LANES, **more: Any) -> Loader:
     """Reads nothing before it must. `shards`: for so many the folder has room."""
-    data = DataOptions(0, lanes=lanes, block=BLOCK, cache_dir=str(tmp_path / "cache"), cache_gb=shards * SIZE / 1e9)
+    data = DataOptions(
+        0, shuffle_shards=lanes, shuffle_window=BLOCK, cache_dir=str(tmp_path / "cache"), cache_gb=shards * SIZE / 1e9
+    )
     return open_loader(recipe, options=data, batch=BATCH, accumulate=2, seed=5, **more)
 
 

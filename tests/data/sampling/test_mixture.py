@@ -187,7 +187,7 @@ def audited(place: Place, given: dict[str, float], resume: str | None) -> tuple[
         Of(given), {"audit": audit}, batch=12,
         options=Options(max_steps=8, resume=resume, run_dir=f"runs/{place.world}-{bool(resume)}",
                         checkpoint=CheckpointOptions(every_steps=3, keep=9)),
-        data=DataOptions(workers=0, lanes=8, block=4), place=place,
+        data=DataOptions(workers=0, shuffle_shards=8, shuffle_window=4), place=place,
     )  # fmt: skip
     trainer.fit()
     return audit.refs, trainer.validation

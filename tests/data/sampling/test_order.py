@@ -175,7 +175,7 @@ def test_a_walk_lists_nothing() -> None:
     assert list(islice(walk(counts, 3, 4), 2)) == [Ref(0, 2, 10**12 // 2), Ref(0, 2, 10**12 // 2 + 1)]
 
 
-@pytest.mark.parametrize("key", ["lanes", "block"])
+@pytest.mark.parametrize("key", ["shuffle_shards", "shuffle_window"])
 def test_settings_that_cannot_work_are_named(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"data.{key}=0: must be at least 1"):
         DataOptions(**{key: 0})

@@ -138,7 +138,7 @@ class Images(Toy):
 
 def loaded(named: dict[str, Any], workers: int) -> list[Any]:
     check_stages(named, ALLOW)
-    options = DataOptions(workers=workers, lanes=3, block=4, **build_stages(named, ALLOW))
+    options = DataOptions(workers=workers, shuffle_shards=3, shuffle_window=4, **build_stages(named, ALLOW))
     loader = open_loader(Images(), options=options)
     stream = loader.train(0)
     try:
@@ -208,7 +208,7 @@ defaults: [tars, _self_]
 recipe: {_target_: own_recipe.Plain, shards: "data/s-*.tar"}
 trainer: {allow_targets: [own_stages, own_recipe, webdataset], max_steps: 6, validate_every: null}
 data:
-  lanes: 3
+  shuffle_shards: 3
   decoders: [{_target_: webdataset.imagehandler, imagespec: torchrgb}]
   map: [{_target_: own_stages.Crop, size: 2}, own_stages.as_points]
 """

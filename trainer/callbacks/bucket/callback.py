@@ -37,7 +37,7 @@ class Bucket(Callback):
             rehearsal, of `sizes` and of one bucket for everything. A resume keeps the size.
         first_mib: Size of the first bucket, if it differs.
         mibs: Size of each bucket, in the order of reduction; all further buckets have the last size.
-        late: Names or patterns of parameters that are reduced together, after all others.
+        delayed: Names or patterns of parameters that are reduced together, after all others.
     """
 
     role = Role.SHARD
@@ -49,9 +49,9 @@ class Bucket(Callback):
         mib: PositiveFloat | Literal["auto"] = 25.0,
         first_mib: PositiveFloat | None = None,
         mibs: list[PositiveFloat] | None = None,
-        late: list[str] | None = None,
+        delayed: list[str] | None = None,
     ) -> None:
-        for key, value in (("mibs", mibs), ("late", late)):
+        for key, value in (("mibs", mibs), ("delayed", delayed)):
             if value == []:
                 raise ConfigError(f"callbacks.bucket.{key}=[]: is empty; give at least one, or null")
         if mibs and (mib != 25.0 or first_mib):
@@ -59,16 +59,16 @@ class Bucket(Callback):
             reason = f"gives the size of every bucket, so {other} has no effect"
             raise ConfigError(f"callbacks.bucket.mibs={mibs}: {reason}; leave one out")
         self.mib: float | Literal["auto"] = mib
-        self.first_mib, self.mibs, self.late = first_mib, mibs, late
+        self.first_mib, self.mibs, self.delayed = first_mib, mibs, delayed
         self.tries = list[dict[str, Any]]()  # arguments of DDP, for `auto` to choose from
         self.conflicts = refused = dict[Any, str]()
         if first_mib or mibs:
             key = "first_mib" if first_mib else "mibs"
             off = f"set trainer.ddp.find_unused_parameters=false or leave callbacks.bucket.{key} out"
             refused["find_unused_parameters"] = f"{ORDER}; {off}"
-        if late:
-            off = "leave callbacks.bucket.late out"
-            refused["own_order"] = f"the buckets are sent without DDP, and late needs DDP's order; {off}"
+        if delayed:
+            off = "leave callbacks.bucket.delayed out"
+            refused["own_order"] = f"the buckets are sent without DDP, and delayed needs DDP's order; {off}"
             for key in ("find_unused_parameters", "static_graph"):
                 refused[key] = f"only DDP knows which parameters no rank has used; set trainer.ddp.{key}=false or {off}"
 
@@ -77,8 +77,8 @@ class Bucket(Callback):
         return BucketCost(mibs=tuple(self.mibs or (self.first_mib or size, size)))
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
-        if self.late:
-            self.after = DelayedParameters(trainer, model, self.late)
+        if self.delayed:
+            self.after = DelayedParameters(trainer, model, self.delayed)
         if self.mib != "auto":
             trainer.ddp |= self._layout(self.mib)
         elif chosen := recorded(trainer.plan.manifest, trainer.world):
@@ -97,11 +97,11 @@ class Bucket(Callback):
             trainer.strategy.warm_up(again)
 
     def on_step_end(self, trainer) -> None:
-        if self.late:
+        if self.delayed:
             self.after.check()
 
     def on_fit_end(self, trainer) -> None:
-        if self.late:
+        if self.delayed:
             self.after.close()
 
     def _layout(self, mib: float) -> dict[str, Any]:

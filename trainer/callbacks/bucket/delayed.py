@@ -29,11 +29,11 @@ class DelayedParameters:
         for pattern in patterns:
             matching = [p for name, p in named.items() if name == pattern or fnmatchcase(name, pattern)]
             if not matching:
-                key = f"callbacks.bucket.late={pattern}"
+                key = f"callbacks.bucket.delayed={pattern}"
                 raise ConfigError(f"{key}: no trainable parameter has this name; {nearest(pattern, named)}")
             found |= dict.fromkeys(matching)
         if len(found) == len(set(named.values())):
-            raise ConfigError(f"callbacks.bucket.late={patterns}: names all trainable parameters; leave some to DDP")
+            raise ConfigError(f"callbacks.bucket.delayed={patterns}: names all trainable parameters; leave some to DDP")
         self.trainer, self.reduce = trainer, AllReduce(trainer.ranks.new_group())
         self.params, self.queued, self.reduced = found, False, False
         self.names: dict[Tensor, str] = {p: name for name, p in named.items()}
@@ -50,7 +50,7 @@ class DelayedParameters:
             hook.remove()
 
     def _note(self, p: Tensor) -> None:
-        """Note the first late gradient of the step's last micro-batch."""
+        """Note the first delayed gradient of the step's last micro-batch."""
         strategy = self.trainer.strategy
         if not self.queued and strategy.model is not self.trainer.module and strategy.syncing:
             self.queued = True
@@ -71,7 +71,7 @@ class DelayedParameters:
                 p.grad = gradient
 
     def check(self) -> None:
-        """Refuse a step in which no late parameter had a gradient: nothing was reduced."""
+        """Refuse a step in which no delayed parameter had a gradient: nothing was reduced."""
         if self.trainer.strategy.model is not self.trainer.module and not self.reduced:
             self._refuse(list(self.params))
         self.reduced = False
@@ -81,5 +81,5 @@ class DelayedParameters:
             names = ", ".join(self.names[p] for p in missing)
             raise ConfigError(
                 f"bucket: no gradient for {names} in the last micro-batch of a step; use every parameter in every "
-                "loss, or leave these out of callbacks.bucket.late"
+                "loss, or leave these out of callbacks.bucket.delayed"
             )
