@@ -5,7 +5,7 @@ import pytest
 from trainer.callback import Callback, Role, Symptom
 from trainer.callbacks.ema import EMA
 from trainer.composition import arrange, in_words, kinds, remedies
-from trainer.config.compose import CONF
+from trainer.config.folders import CONF
 from trainer.errors import ConfigError
 
 

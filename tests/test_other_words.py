@@ -9,7 +9,8 @@ from support.configs import toy_config
 
 from trainer.callbacks.bucket import Bucket
 from trainer.config.check import check
-from trainer.config.compose import choices, in_our_words
+from trainer.config.compose import in_our_words
+from trainer.config.folders import choices
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.other_words import OURS, RENAMED, VALUES, WORDS

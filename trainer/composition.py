@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.callback import OWN, Callback, Role, Symptom, overrides
-from trainer.config.targets import CONF, LIBRARIES, PACKAGE, locate
+from trainer.config.folders import CONF, PACKAGE
+from trainer.config.targets import LIBRARIES, locate
 from trainer.errors import ConfigError
 
 DECIDES = {

@@ -2,12 +2,10 @@
 
 import errno
 import glob
-import hashlib
 import json
 import math
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -226,7 +224,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def temporary_in(folder: Path) -> Path:
     """Return a new name that `sweep_temporary` recognises."""
-    return folder / f".echelon-{secrets.token_hex(8)}.tmp"
+    return folder / f".echelon-{os.urandom(8).hex()}.tmp"
 
 
 def sync(path: Path) -> None:
@@ -244,6 +242,8 @@ def sync(path: Path) -> None:
 
 def sha256_of(file: BinaryIO) -> str:
     """Return the sha256 of an open file, from its beginning."""
+    import hashlib
+
     file.seek(0)
     digest = hashlib.sha256()
     while chunk := file.read(CHUNK):

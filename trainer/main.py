@@ -1,32 +1,32 @@
 """The command: composes configs with Hydra, checks them, and trains or starts the ranks; or runs a tool."""
 # ruff: noqa: E402 a SIGTERM during the imports has to end the command like a run
 
-import ast
 import contextlib
 import itertools
 import os
 import re
-import runpy
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import trainer
 from trainer.process.early import stop_early
 
 stop_early()
 
-from trainer.config.compose import CONF, TYPED, Job, choices, compose, config_dirs, told_apart
+from trainer.config.folders import CONF, TYPED, choices, config_dirs
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
 from trainer.process.environment import USUAL, avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
 from trainer.process.signals import StartupSignals, undo_inherited
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
+
+if TYPE_CHECKING:
+    from trainer.config.compose import Job
 
 USAGE = """Echelon trains PyTorch models; distributed-training optimisations are callbacks and keys.
 
@@ -121,12 +121,15 @@ def command(arguments: list[str]) -> int:
         print(usage(folders))
         return 0
     if "--version" in arguments:
+        from importlib import metadata
+
         print(f"echelon-trainer {trainer.__version__} (torch {metadata.version('torch')})")
         return 0
     if arguments and "=" not in arguments[0] and arguments[0][:1] not in ("-", "~"):
         word = printable(arguments[0])
         raise ConfigError(f"{word}: is neither a tool nor KEY=VALUE; {nearest(word, tools())}; see --help")
     from trainer.config.check import check
+    from trainer.config.compose import compose
 
     jobs, codes = compose(arguments, folders), [0]
     if not jobs and {"-m", "--multirun"} & set(arguments) and not any(map(shows, arguments)):
@@ -156,7 +159,7 @@ def shows(word: str) -> bool:
     return word.partition("=")[0] in ("--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc")
 
 
-def refuse_shared(jobs: list[Job]) -> None:
+def refuse_shared(jobs: "list[Job]") -> None:
     """Refuse runs of a multirun that would resume each other, or write into one folder.
 
     The first would make all steps, and the rest none.
@@ -185,8 +188,10 @@ def folders_of(options: dict[str, Any]) -> set[str]:
     return {os.path.realpath(own), os.path.realpath(Path(options["checkpoint"]["dir"], Path(own).name))}
 
 
-def name_folders(jobs: list[Job]) -> None:
+def name_folders(jobs: "list[Job]") -> None:
     """Name the folders of a multirun's new runs after their overrides."""
+    from trainer.config.compose import told_apart
+
     began, taken = time.strftime("%Y%m%d-%H%M%S"), set[str]()
     for job in jobs:
         options = job.config["trainer"]
@@ -214,6 +219,8 @@ def tools() -> dict[str, Path]:
 
 def run_tool(name: str, *arguments: str) -> NoReturn:
     """Run `python -m trainer.tools.NAME ARGUMENTS` in this process, and exit."""
+    import runpy
+
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.argv = [name, *arguments]
     runpy.run_module(f"trainer.tools.{name}", run_name="__main__", alter_sys=True)
@@ -224,7 +231,7 @@ def usage(folders: list[Path]) -> str:
     """Return the help: every tool, and every choice of every group, with the first comment of its file."""
     lines = [USAGE, "echelon TOOL ARGUMENTS"]
     for name, path in tools().items():
-        summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+        summary = path.read_text().partition('"""')[2].partition('"""')[0].partition("\n")[0]
         lines.append(f"  {name:<22} {summary.rpartition(': ')[2]}")
     lines.append("")
     for group, typed in TYPED.items():

@@ -33,7 +33,8 @@ from scripts.bench.comm.rank import SIZES, columns
 from scripts.bench.harness import Goal, Report, Row, at_least, at_most, matching, median_ratio, parser
 from scripts.cluster.netns import Cluster
 from scripts.command import command
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.cost.workload import Choice
 from trainer.process.environment import detect
 from trainer.tools.tune.candidates import NOTHING, describe

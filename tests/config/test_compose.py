@@ -1,6 +1,5 @@
 """What a run's config is composed of, and what is told of it."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,8 @@ from support.cli import QUICK, ROOT, run
 from support.quick import quick
 
 from trainer.config.check import check
-from trainer.config.compose import CONF, Job, compose, config_dirs, told_apart
+from trainer.config.compose import Job, compose, told_apart
+from trainer.config.folders import CONF, config_dirs
 from trainer.config.own_hydra import refuse_jobs
 from trainer.errors import ConfigError
 
@@ -210,13 +210,6 @@ def test_bytes_that_the_locale_does_not_read_are_named(monkeypatch):
         compose(["trainer.run_dir=runs/gr\udcc3\udcb6n"], [CONF])
 
 
-def test_a_pipe_among_yaml_files_is_not_waited_for(tmp_path):
-    (tmp_path / "recipe").mkdir()
-    os.mkfifo(tmp_path / "recipe" / "mine.yaml")
-    with pytest.raises(ConfigError, match=r"--config-dir .*mine.yaml is no file; put a YAML file there"):
-        config_dirs(["--config-dir", str(tmp_path)])
-
-
 def test_a_folder_of_hydras_in_a_file_is_refused_before_it_is_made(tmp_path, monkeypatch, composed):
     monkeypatch.chdir(tmp_path)
     Path("recipe").mkdir()
@@ -224,19 +217,6 @@ def test_a_folder_of_hydras_in_a_file_is_refused_before_it_is_made(tmp_path, mon
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=out: changes nothing here; give trainer.run_dir=FOLDER"):
         compose(["--config-dir", ".", "recipe=mine"], [CONF, Path()])
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    ("file", "fix"), [("optimizer/adamw.yaml", "rename it"), ("config.yaml", "move its keys to recipe/NAME.yaml")]
-)
-def test_a_file_that_echelons_own_would_hide_is_refused(tmp_path, file, fix):
-    """Hydra reads its first folder's: the user's rate was dropped without a word."""
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    (tmp_path / file).write_bytes((CONF / file).read_bytes())
-    assert config_dirs([f"--config-dir={tmp_path}"]) == [tmp_path]  # a copy has the same values
-    (tmp_path / file).write_text("lr: 0.5\n")
-    with pytest.raises(ConfigError, match=rf"{file} has the name of Echelon's own, which hides it; {fix}$"):
-        config_dirs([f"--config-dir={tmp_path}"])
 
 
 def test_the_arguments_that_loggers_store_have_no_secrets(monkeypatch):

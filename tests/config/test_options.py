@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cache import root
-from trainer.config.compose import config_dirs
+from trainer.config.folders import config_dirs
 from trainer.config.options import CheckpointOptions, DataOptions, DDPOptions, Options
 from trainer.errors import ConfigError
 from trainer.files import refuse_folder

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.errors import ConfigError
 
 STRANGER = "from pathlib import Path\nPath('mark').mkdir()\nclass X: pass\n"

@@ -10,7 +10,8 @@ import pytest
 
 from recipes.huggingface.honoured import ARGUMENTS, KEYS
 from trainer.config.check import check
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.config.training_arguments import expand, translate
 from trainer.errors import ConfigError
 

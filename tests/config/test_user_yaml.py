@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.config.user_yaml import check_file
 from trainer.errors import ConfigError
 

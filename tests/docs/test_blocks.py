@@ -16,7 +16,8 @@ from support.blocks import PAGES, Block, arguments, blocks, commands, read, save
 from support.quick import one_of
 
 from trainer.config.check import check
-from trainer.config.compose import CONF, compose, config_dirs
+from trainer.config.compose import compose
+from trainer.config.folders import CONF, config_dirs
 from trainer.config.schema import constant, knobs
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -11,7 +11,7 @@ import os, signal, sys
 
 class Stop:
     def find_spec(self, name, *_):
-        if name == "trainer.config.compose":
+        if name == "trainer.config.folders":
             os.kill(os.getpid(), signal.SIGTERM)
 
 sys.argv[0] = sys.argv[1]

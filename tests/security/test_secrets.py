@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 from support.cli import LOADED, PYTHONPATH, TOY, Result, run
 
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.data.shards.discover import find_shards
 from trainer.errors import ConfigError, DataError
 from trainer.run_dir import OF_RUNS

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from support.cli import ROOT
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 
 FOLDER = ROOT / "tests" / "toy" / "conf"
 

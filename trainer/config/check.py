@@ -8,10 +8,11 @@ from typing import Any
 from trainer.annotated import PositiveInt, as_yaml, checked, is_node, takes_node
 from trainer.comm.nccl import NCCLOptions
 from trainer.config.build import arguments, build, build_options
+from trainer.config.folders import CONF
 from trainer.config.options import DataOptions, Options
 from trainer.config.parameter_groups import check_groups
 from trainer.config.schema import ANY_NAME, NO_DEFAULT, Knob, constant, knobs, option_parameters
-from trainer.config.targets import CONF, LIBRARIES, refuse_nested, refuse_package, refuse_target
+from trainer.config.targets import LIBRARIES, refuse_nested, refuse_package, refuse_target
 from trainer.config.tuned import Tuned
 from trainer.errors import ConfigError, nearest
 from trainer.other_words import new_name, our_key

@@ -12,27 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.config.folders import PRIMARY, TYPED, choices
 from trainer.config.own_hydra import composed_once, own_hydra
 from trainer.config.schema import knobs
-from trainer.config.targets import CONF
 from trainer.config.training_arguments import expand
 from trainer.config.user_yaml import checked_files
-from trainer.errors import ConfigError, nearest, printable, refuse_empty
-from trainer.files import special
+from trainer.errors import ConfigError, nearest, printable
 from trainer.other_words import our_key
 from trainer.redact import redact_argument
 
-PRIMARY = CONF / "config.yaml"
 NAME = 120  # most characters of a run's name
 CONFIGS = ("--config-dir", "--config-path", "--config-name")  # Hydra's options
-TYPED = {
-    "recipe": "recipe=NAME",
-    "callbacks": "+callbacks=[NAME,...]",
-    "optimizer": "optimizer=NAME",
-    "schedule": "schedule=NAME",
-    "nccl": "nccl=NAME",
-    "tuned": "+tuned=NAME, as echelon tune has written it",
-}
 
 
 class Job(NamedTuple):
@@ -51,41 +41,6 @@ def refuse_options(arguments: list[str]) -> None:
             raise ConfigError(f"{option}: would replace Echelon's configs; --config-dir FOLDER adds yours")
         if option in ("--package", "-p") and not any(word.split("=")[0] in ("--cfg", "-c") for word in arguments):
             raise ConfigError(f"{option}: only chooses what --cfg prints; leave it out, or give --cfg job")
-
-
-def config_dirs(arguments: list[str]) -> list[Path]:
-    """Return the folders given by --config-dir."""
-    names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
-    names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
-    for name in names:
-        refuse_empty("--config-dir", name)
-        if not Path(name).is_dir():
-            raise ConfigError(f"--config-dir {name}: is not a folder; give the one that holds recipe/NAME.yaml")
-        if found := special(Path(name), "**/*.yaml"):
-            raise ConfigError(f"--config-dir {name}: {printable(str(found))} is no file; put a YAML file there")
-        refuse_hidden(Path(name))
-    if len(names) > 1:
-        raise ConfigError(
-            f"--config-dir {names[1]}: is a second --config-dir, and only one is read; put all files in one folder"
-        )
-    return [Path(name) for name in names]
-
-
-def refuse_hidden(folder: Path) -> None:
-    """Refuse a user's YAML file that has the name of one of Echelon's, which Hydra would silently read instead.
-
-    Raises:
-        ConfigError: There is one, with different content.
-    """
-    for own in sorted(CONF.rglob("*.yaml")):
-        file = own.relative_to(CONF)
-        if (folder / file).is_file() and (folder / file).read_bytes() != own.read_bytes():
-            fix = "move its keys to recipe/NAME.yaml" if own == PRIMARY else "rename it"
-            raise ConfigError(f"--config-dir {folder}: {file} has the name of Echelon's own, which hides it; {fix}")
-
-
-def choices(group: str, folders: list[Path]) -> dict[str, Path]:
-    return {path.stem: path for folder in folders for path in sorted((folder / group).glob("*.yaml"))}
 
 
 def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) -> list[Job]:

@@ -12,12 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from trainer.config.folders import CONF, HOME
 from trainer.errors import ConfigError, package_of
 from trainer.redact import children
 
-HOME = Path(__file__).parents[2]
-PACKAGE = Path(__file__).parents[1]
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else HOME / "conf"  # in a wheel, in a checkout
 LIBRARIES = ("torch.nn", "torch.optim", "transformers")  # packages that a command's config may name
 OURS = ("trainer", "recipes")
 MOVED = ("loggers", "monitors")  # packages that took callbacks over

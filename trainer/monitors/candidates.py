@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from trainer.callback import Callback
 from trainer.composition import arrange
 from trainer.config.build import build
-from trainer.config.compose import CONF
+from trainer.config.folders import CONF
 from trainer.config.targets import LIBRARIES
 from trainer.context import Context
 from trainer.errors import ConfigError

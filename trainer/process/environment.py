@@ -1,13 +1,8 @@
 """Detects the launcher of this process by its environment: torchrun, mpirun, srun, our supervisor, or none."""
 
-import atexit
 import contextlib
-import getpass
 import os
 import resource
-import shutil
-import socket
-import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +222,8 @@ def refuse_without_loopback() -> None:
     Raises:
         ConfigError: The loopback interface is down, as in a new network namespace.
     """
+    import socket
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("127.0.0.1", 9))  # UDP, so nothing is sent
@@ -252,6 +249,11 @@ def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
 
     torch._dynamo creates the folder when it is imported, and later runs code from there.
     """
+    import atexit
+    import getpass
+    import shutil
+    import tempfile
+
     with contextlib.suppress(OSError, KeyError):  # this user has no name, or the folder does not exist
         usual = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         own = os.lstat(usual).st_uid == os.geteuid() and os.path.isdir(usual)

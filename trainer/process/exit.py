@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -70,6 +69,8 @@ def exit_process(code: int) -> NoReturn:
 
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends (Linux); exit if `parent` has ended already."""
+    import ctypes
+
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent not in (None, os.getppid()):

@@ -1,10 +1,8 @@
 """Handles signals that ask a run to stop. Imports no torch."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -83,6 +81,8 @@ class SignalListener:
         self.hear = hear
 
     def __enter__(self) -> "Self":
+        import socket
+
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
             StartupSignals.over = not isinstance(self, StartupSignals)
@@ -160,5 +160,7 @@ def ignore_stop_signals() -> None:
     signal.set_wakeup_fd(-1)  # the inherited one is the rank's
     for number in STOP:
         signal.signal(number, signal.SIG_IGN)
+    import multiprocessing
+
     parent = multiprocessing.parent_process()
     die_with_parent(parent.pid if parent else None)

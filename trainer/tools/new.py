@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from trainer.config.compose import CONF, choices
+from trainer.config.folders import CONF, choices
 from trainer.errors import ConfigError, printable
 from trainer.process.arguments import ArgumentParser
 from trainer.process.calling import echelon, this_python

@@ -11,7 +11,8 @@ from typing import Any
 from trainer.annotated import as_yaml
 from trainer.checkpoint.locate import CHECKPOINTED, checkpoints
 from trainer.config.check import check
-from trainer.config.compose import CONF, PRIMARY, Job, compose, config_dirs
+from trainer.config.compose import Job, compose
+from trainer.config.folders import CONF, PRIMARY, config_dirs
 from trainer.config.signature import UNTRUSTED, is_own
 from trainer.errors import ConfigError, printable
 from trainer.main import prepare, run, run_and_exit

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.comm.rows import Row
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 
 FOLDER = Path(__file__).parent / "conf"  # of the recipe
 UNLIMITED = "unlimited"

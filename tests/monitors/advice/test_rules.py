@@ -12,7 +12,8 @@ from support.cli import ROOT
 
 from trainer.config.batch import split_batch
 from trainer.config.check import LIBRARIES, check
-from trainer.config.compose import CONF, merge_callbacks, normalize
+from trainer.config.compose import merge_callbacks, normalize
+from trainer.config.folders import CONF
 from trainer.monitors.advice.rules import RULES, Finding, Numbers, Run, find
 from trainer.session import build_components
 

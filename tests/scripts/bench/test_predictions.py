@@ -6,7 +6,7 @@ import pytest
 
 from scripts.bench import predictions, tune
 from scripts.bench.comm.rank import SIZES, Size
-from trainer.config.compose import CONF
+from trainer.config.folders import CONF
 from trainer.cost.workload import Choice
 from trainer.process.environment import Place
 from trainer.tools.tune.candidates import NOTHING

@@ -8,7 +8,7 @@ import pytest
 from support.costs import choose, machine, setup
 
 from trainer.callback import Callback
-from trainer.config.compose import CONF
+from trainer.config.folders import CONF
 from trainer.cost.workload import Choice
 from trainer.errors import ConfigError
 from trainer.tools.cost_model.read import costs_of, defaults

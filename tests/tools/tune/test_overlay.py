@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config.check import check
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.config.tuned import Tuned
 from trainer.cost.machine import Link
 from trainer.cost.workload import Choice

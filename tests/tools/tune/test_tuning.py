@@ -22,7 +22,8 @@ from support import configs
 from support.cli import MAIN, MARK, ROOT, Result, environment, lines, popen, run
 from support.network import Cluster, needs_cluster
 
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.cost.workload import Choice
 from trainer.errors import STOPPED
 from trainer.process.environment import Place

@@ -5,7 +5,8 @@ from support.cli import ROOT
 from support.costs import choose, machine, setup
 
 from trainer.callbacks.pipeline.cost import SPLIT
-from trainer.config.compose import CONF, compose
+from trainer.config.compose import compose
+from trainer.config.folders import CONF
 from trainer.tools.tune.workload import make_workload, outline, with_phases, without_recomputation
 
 

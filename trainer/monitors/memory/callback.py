@@ -15,7 +15,7 @@ from torch import nn
 from trainer.annotated import AtLeast, AtMost, PositiveFloat
 from trainer.callback import Callback, Role, Symptom, only_logged
 from trainer.composition import in_words, kinds, remedies
-from trainer.config.compose import CONF
+from trainer.config.folders import CONF
 from trainer.context import Context
 from trainer.cost.machine import Link, Machine
 from trainer.cost.memory import predict_memory

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.callback import Callback, Role
 from trainer.config.build import build
-from trainer.config.compose import CONF
+from trainer.config.folders import CONF
 from trainer.config.options import DataOptions, Options
 from trainer.config.schema import option_parameters
 from trainer.config.targets import LIBRARIES, in_conf, locate

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.check import check
-from trainer.config.compose import CONF, compose, config_dirs
+from trainer.config.compose import compose
+from trainer.config.folders import CONF, config_dirs
 from trainer.errors import ConfigError, printable
 from trainer.files import refuse_folder
 from trainer.log import show

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import trainer
-from trainer.config.compose import CONF, config_dirs
+from trainer.config.folders import CONF, config_dirs
 from trainer.cost.workload import Choice
 from trainer.errors import printable
 from trainer.process.exit import run_guarded

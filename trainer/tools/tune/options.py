@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config.check import check_values
-from trainer.config.compose import CONF
+from trainer.config.folders import CONF
 from trainer.config.schema import option_parameters
 from trainer.errors import ConfigError, nearest, require
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from trainer.config.build import build_options
 from trainer.config.check import check
-from trainer.config.compose import CONF, Job, compose, config_dirs
+from trainer.config.compose import Job, compose
+from trainer.config.folders import CONF, config_dirs
 from trainer.config.options import Options
 from trainer.errors import ConfigError
 from trainer.log import log_to_terminal, show

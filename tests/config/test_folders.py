@@ -1,0 +1,28 @@
+"""The folders in which configs are looked for."""
+
+import os
+
+import pytest
+
+from trainer.config.folders import CONF, config_dirs
+from trainer.errors import ConfigError
+
+
+def test_a_pipe_among_yaml_files_is_not_waited_for(tmp_path):
+    (tmp_path / "recipe").mkdir()
+    os.mkfifo(tmp_path / "recipe" / "mine.yaml")
+    with pytest.raises(ConfigError, match=r"--config-dir .*mine.yaml is no file; put a YAML file there"):
+        config_dirs(["--config-dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("file", "fix"), [("optimizer/adamw.yaml", "rename it"), ("config.yaml", "move its keys to recipe/NAME.yaml")]
+)
+def test_a_file_that_echelons_own_would_hide_is_refused(tmp_path, file, fix):
+    """Hydra reads its first folder's: the user's rate was dropped without a word."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes((CONF / file).read_bytes())
+    assert config_dirs([f"--config-dir={tmp_path}"]) == [tmp_path]  # a copy has the same values
+    (tmp_path / file).write_text("lr: 0.5\n")
+    with pytest.raises(ConfigError, match=rf"{file} has the name of Echelon's own, which hides it; {fix}$"):
+        config_dirs([f"--config-dir={tmp_path}"])
