@@ -51,6 +51,7 @@ from trainer.parallel.forward_backward import Accumulate, ForwardBackward
 from trainer.parallel.frozen import TRAINS, followed
 from trainer.parallel.state_fits import refuse_too_large
 from trainer.parallel.strategy import SingleDevice, Strategy, to_device, trained
+from trainer.parallel.torch_calls import defer_dynamo
 from trainer.plan import Plan
 from trainer.precision import Precision
 from trainer.process.heartbeat import Heartbeat
@@ -139,6 +140,7 @@ def build(trainer: Context, plan: Plan, optimizer: MakeOptimizer) -> Components:
     limit = allowed(plan.data.max_bad, plan.epoch_samples or 0)
     quarantine = BadSamples(trainer.run_dir / "quarantine.jsonl", limit, trainer.ranks.gather, trainer.rank)
     torch.manual_seed(options.seed)
+    defer_dynamo()
     trainer.ddp = options.ddp.arguments(trainer.device.type == "cuda")
     trainer.new_optimizer = partial(make_optimizer, optimizer)
     checkpointer.rules = build_module(trainer, optimizer)

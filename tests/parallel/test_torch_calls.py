@@ -1,11 +1,14 @@
 """Compares the short calls of torch with its public ones: the same bits, and all that hangs on these is called."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.cli import environment
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -144,3 +147,37 @@ def test_anomalies_are_found_and_errors_are_torchs():
         with pytest.raises(RuntimeError) as short:
             backward(loss)
         assert str(short.value) == str(public.value)
+
+
+STEPS = """
+import sys, torch
+from trainer.parallel.torch_calls import backward, defer_dynamo, stepper
+
+defer_dynamo()
+optimizer = torch.optim.AdamW([weight := torch.nn.Parameter(torch.ones(1))], lr=0.1)
+step = stepper(optimizer)
+
+def trained():
+    backward(weight.square().sum())
+    step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+trained()
+print("torch._dynamo" in sys.modules)
+
+@torch.compile(backend="eager", fullgraph=False)
+def cleared(x):
+    optimizer.zero_grad()
+    return x + 1
+
+weight.grad = torch.ones(1)
+cleared(torch.ones(1))
+print(weight.grad)
+print(torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__)
+"""
+
+
+def test_optimizers_need_no_dynamo_until_something_compiles():
+    done = subprocess.run([sys.executable, "-c", STEPS], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["False", "None", "torch._dynamo.eval_frame"], done.stderr

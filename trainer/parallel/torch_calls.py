@@ -6,7 +6,9 @@ file alone. A torch that lacks one of them gets the public calls.
 """
 
 import contextvars
+import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,32 @@ NEEDED = (
 )  # fmt: skip
 FOUND = all(hasattr(owner, name) for owner, name in NEEDED)
 LOG = logging.getLogger("torch.autograd.graph")  # which shows each node, by TORCH_LOGS=+autograd
+
+
+def defer_dynamo() -> None:
+    """Let optimizers work without `torch._dynamo` until something else imports it.
+
+    torch disables tracing in some methods of its optimizers. The first call of one imports dynamo for that: a second of
+    the start, and 70 MiB, of a process that may compile nothing.
+    """
+    for method in vars(Optimizer).values():
+        function = getattr(method, "__wrapped__", None)
+        disables = getattr(getattr(method, "__code__", None), "co_qualname", "") == "_disable_dynamo.<locals>.inner"
+        if FOUND and disables and function and not hasattr(function, "__dynamo_disable"):
+            function.__dynamo_disable = _untraced(function)
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what torch's wrapper calls instead of `function`: the function itself while no dynamo could trace it."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        function.__dynamo_disable = torch._dynamo.disable(function, wrapping=False)  # pyright: ignore[reportFunctionMemberAccess]
+        return function.__dynamo_disable(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
+
+    return call
 
 
 def backward(loss: Tensor) -> None:
