@@ -34,9 +34,10 @@ from trainer.composition import arrange
 from trainer.config.batch import split_batch
 from trainer.config.duration import Duration, Periods
 from trainer.config.options import DataOptions, Options
-from trainer.data.limit import FirstOf, first_batches, first_validation
-from trainer.data.source import Samples, each_set, in_turns, open_source, prepare_files, transform_of
-from trainer.data.torch_loader import batch_size_of, batches_in, refuse_other_replicas
+from trainer.data.iterable import Iterated
+from trainer.data.opening import in_turns, open_source, prepare_files, transform_of
+from trainer.data.source import Samples, Source, each_set
+from trainer.data.torch_loader import refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.optim.schedule import Schedule
@@ -190,13 +191,10 @@ class Plan:
         validation = {} if self.validation is None else each_set(self.validation, "val")
         for split, part in {"train": source, **validation}.items():
             refuse_other_replicas(part, split, place.rank % self.data_world, self.data_world)
-        size = batch_size_of(source)
-        if self.splits and size:
-            self.micro, self.accumulate = split_by(size, self.batch, self.data_world)
-        self.source = source = self._limit(source, recipe)
-        self.order = (
-            source.order(self.data.shuffle_shards, self.data.shuffle_window) if isinstance(source, Samples) else None
-        )
+        if self.splits and source.batch_size:
+            self.micro, self.accumulate = split_by(source.batch_size, self.batch, self.data_world)
+        self.source: Source = self._limit(source, recipe)
+        self.order = self.source.order(self.data.shuffle_shards, self.data.shuffle_window)
         if self.validation is None and self.options.validate_every is not None:
             raise ConfigError(
                 f"trainer.validate_every={self.options.validate_every}: recipe.data('val') is None; "
@@ -207,25 +205,29 @@ class Plan:
             raise ConfigError(
                 f"{key}={name}: recipe.data('val') is None; return validation data, or leave this setting out"
             )
-        batches = None if self.order else batches_in(source, self.data_world)
+        batches = self.source.batches_in(self.data_world) if isinstance(self.source, Iterated) else None
         self.epoch_samples = self.order.samples if self.order else (batches or 0) * self.micro * self.data_world or None
 
-    def _limit(self, source: Any, recipe: Any) -> Any:
+    def _limit(self, source: Source, recipe: Any) -> Source:
         """Apply `limit_batches` or `overfit` to the validation data, and to the training data, which is returned."""
         few, limits = self.options.overfit, self.options.limit_batches
         if few is not None:
-            if not isinstance(source, Samples):
+            if isinstance(source, Iterated):
                 raise ConfigError(
                     f"trainer.overfit={few}: recipe.data('train') is an iterable, whose batches may differ each time "
                     "it is iterated over; give trainer.limit_batches.train instead, or return a Dataset"
                 )
-            source = first_batches(source, few, self.batch, self.accumulate, "trainer.overfit")
+            source = source.first(few, self.batch, self.accumulate, "trainer.overfit")
             own = transform_of(recipe, self.data, validates=True)
             same = Samples(source.reader, source.counts, source.fingerprint, own, source.seed)
             self.validation = None if self.validation is None else same
             return source
-        self.validation = first_validation(self.validation, limits.validation, self.batch)
-        return first_batches(source, limits.train, self.batch, self.accumulate, "trainer.limit_batches.train")
+        if self.validation is not None and limits.validation is not None:
+            key = "trainer.limit_batches.validation"
+            self.validation = self.validation.first(limits.validation, self.batch, 1, key)
+        if limits.train is None:
+            return source
+        return source.first(limits.train, self.batch, self.accumulate, "trainer.limit_batches.train")
 
     @property
     def watched(self) -> dict[str, str]:
@@ -333,8 +335,8 @@ class Plan:
 
     def identity(self) -> dict[str, Any]:
         """Return the settings and the data that an exact resume must share."""
-        data = self.source.fingerprint if isinstance(self.source, Samples | FirstOf) else "iterable"
-        own = {"seed": self.options.seed, "batch": self.batch, "data": data, "callbacks": stateful(self.callbacks)}
+        own = {"seed": self.options.seed, "batch": self.batch, "data": self.source.fingerprint}
+        own |= {"callbacks": stateful(self.callbacks)}
         own |= {"shuffle_shards": self.data.shuffle_shards, "shuffle_window": self.data.shuffle_window}
         return own if self.order or not self.epoch_samples else own | {PASS: self.epoch_samples}
 

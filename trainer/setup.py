@@ -32,7 +32,6 @@ from trainer.context import Context, RunArguments
 from trainer.data.bad_samples import BadSamples, allowed
 from trainer.data.batch import Split, count_samples
 from trainer.data.loader import Loader
-from trainer.data.source import size_of
 from trainer.files import remove_unused
 from trainer.hooks import Hooks
 from trainer.inference import live
@@ -251,7 +250,7 @@ def _open_data(trainer: Context, plan: Plan) -> Evaluator:
     )  # fmt: skip
     return Evaluator(
         trainer.recipe, "val", trainer.loader.validations(), ranks, trainer.precision,
-        samples=size_of(plan.validation), max_bad=plan.data.max_bad, replicas=strategy.replicas,
+        samples=plan.validation.size if plan.validation else 0, max_bad=plan.data.max_bad, replicas=strategy.replicas,
         lockstep=strategy.lockstep, data_rank=strategy.data_rank,
         stopping=lambda: trainer.fitted and trainer.signals.name, beat=trainer.heartbeat.beat,
     )  # fmt: skip

@@ -30,10 +30,11 @@ from scripts.command import command
 from trainer.config.options import DataOptions
 from trainer.data.batch import Split
 from trainer.data.loader import Loader
+from trainer.data.opening import open_source
 from trainer.data.shards.index import Index
 from trainer.data.shards.index_file import store
 from trainer.data.shards.writer import write_shards
-from trainer.data.source import Samples, open_source
+from trainer.data.source import Samples
 from trainer.errors import ConfigError, nearest
 
 LARGE, TOKENS, SHARDS = 128 << 10, 1024, 16

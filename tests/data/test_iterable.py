@@ -30,8 +30,7 @@ from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import Split, count_samples
-from trainer.data.iterable import digest, replay, way_of_samples
-from trainer.data.limit import FirstOf
+from trainer.data.iterable import Iterated, digest, replay, way_of_samples
 from trainer.data.loader import Loader
 from trainer.data.torch_loader import part_of
 from trainer.errors import DataError
@@ -219,7 +218,7 @@ class Batched(Of):
 @pytest.mark.parametrize("limit", [False, True])
 def test_an_iterable_is_known_by_its_own_attribute(kind, told, limit):
     source = kind(0)
-    assert bool(way_of_samples(FirstOf(source, 2) if limit else source)) == told
+    assert bool(way_of_samples(Iterated(source, 2 if limit else None).given)) == told
 
 
 def test_a_recipe_that_weighs_its_batches_may_give_any_size():
@@ -368,7 +367,7 @@ def test_too_few_samples_for_a_batch_are_told_by_their_source(data, said):
         next(loader.train(0))
     source: Any = loader.source
     with pytest.raises(DataError, match=f"a pass of the {said}"):
-        list(replay(FirstOf(loader._own(source, True), 3), len, 0, True))
+        list(replay(loader._own(source.given, True), len, 0, True, Iterated(source.given, 3)))
 
 
 def test_a_data_loader_that_ends_for_good_is_no_small_one():
@@ -399,7 +398,7 @@ def test_the_rank_of_a_data_loader_leaves_training_its_random_numbers():
 
 def test_the_shares_of_a_data_loader_are_told_once(caplog):
     caplog.set_level(logging.INFO, "echelon")
-    loader = Loader([], None, Split(12, 2), DataOptions(), validation=DataLoader(Marked(), 6))
+    loader = Loader(Iterated([]), None, Split(12, 2), DataOptions(), validation=Iterated(DataLoader(Marked(), 6)))
     walks = [list(loader.validate()) for _ in range(3)]
     assert [len(micros) for micros in walks] == [4, 4, 4]
     assert caplog.messages == ["recipe.data: 2 ranks share the 40 samples of a DataLoader"]

@@ -1,234 +1,216 @@
-"""What a recipe's data may be, and what becomes of each kind."""
+"""Limits: which samples an epoch, a validation and an overfit run see, on one rank and on three."""
 
-import random
 import shutil
-import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, random_split
-from toy_recipe import Points, Toy
+import torch.distributed as dist
+from support.quick import quick
+from support.ranks import run_ranks
+from torch import Tensor, nn
+from toy_recipe import Toy
 
-import trainer.data.shards.index as index_module
-from trainer.config.options import DataOptions, Options
-from trainer.data.sampling.order import Ref
-from trainer.data.shards.writer import write_shards
-from trainer.data.source import Samples, open_source, size_of
-from trainer.errors import DataError
-from trainer.optim.schedule import Constant
-from trainer.plan import Plan
+from trainer.callback import Callback
+from trainer.config.options import DataOptions, LimitOptions, Options
+from trainer.data.batch import Split, Step
+from trainer.data.iterable import Iterated as Source
+from trainer.data.loader import Loader
+from trainer.data.opening import open_source
+from trainer.data.source import Samples, Several
+from trainer.errors import ConfigError
 from trainer.process.environment import Place
+from trainer.trainer import Trainer
 
 
-class Recipe:
-    def __init__(self, data) -> None:
-        self.given = data
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.refs: list[int] = []
 
-    def data(self, split: str):
-        return self.given
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    samples = ({"__key__": f"{i:02d}", "cls": i, "txt": f"sample {i}"} for i in range(10))
-    return write_shards(samples, tmp_path_factory.mktemp("shards"), "train", per_shard=4)
+    def on_step_end(self, trainer) -> None:
+        own = [trainer.plan.source.bases[ref.shard] + ref.offset for ref in trainer.data.refs]
+        self.refs += [number for part in trainer.ranks.gather(own) for number in part]
 
 
-def test_shards_by_path_pattern_and_list(shards):
-    every = [
-        open_source(Recipe(data), "train", 0)
-        for data in (str(shards[0].parent / "*.tar"), shards, list(map(str, shards)))
-    ]
-    assert [source.counts for source in every] == [[4, 4, 2]] * 3
-    assert len({source.fingerprint for source in every}) == 1
-    one = open_source(Recipe(shards[1]), "train", 0)
-    assert one.counts == [4]
-    assert one.fingerprint != every[0].fingerprint
-    assert every[0][Ref(0, 2, 1)] == {"__key__": "09", "cls": 9, "txt": "sample 9"}
+class Numbered(Toy):
+    """Counts the samples of a validation, and sums their first number."""
+
+    def metrics(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        return {"first": (batch["x"][:, 0].sum(), len(batch["x"]))}
 
 
-class OfNode(Toy):
-    def __init__(self, folder) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def data(self, split: str):
-        return str(self.folder / "*.tar") if split == "train" else super().data(split)
-
-
-def test_of_each_node_one_rank_indexes_what_the_node_alone_has(shards, tmp_path, monkeypatch):
-    """Three nodes with two ranks each. Whoever goes at the same time meets here, and would index the same."""
-    folders, scanned, scan = [tmp_path / str(node) for node in range(3)], list[str](), index_module.scan_shard
-    for folder in folders:
-        shutil.copytree(shards[0].parent, folder, ignore=shutil.ignore_patterns("*.idx"))
-    meeting, said = threading.Barrier(6, timeout=60), list(range(6))
-
-    def each_of(rank: int):
-        def each(value):
-            said[rank] = value
-            meeting.wait()
-            found = list(said)
-            meeting.wait()
-            return found
-
-        return each
-
-    def slowly(path):
-        scanned.append(str(path))
-        time.sleep(0.2)
-        return scan(path)
-
-    def plan(rank: int) -> Plan:
-        try:
-            return Plan(
-                OfNode(folders[rank // 2]), {}, Constant(), batch=12, micro_batch=None, accumulate=None,
-                options=Options(), data=DataOptions(), place=Place(rank, 6, rank % 2, 2), each=each_of(rank),
-            )  # fmt: skip
-        except BaseException:
-            meeting.abort()
-            raise
-
-    monkeypatch.setattr(index_module, "scan_shard", slowly)
-    with ThreadPoolExecutor(6) as pool:
-        plans = list(pool.map(plan, range(6)))
-    assert len({plan.source.fingerprint for plan in plans}) == 1
-    assert Counter(scanned) == {str(folder / shard.name): 1 for folder in folders for shard in shards}
-
-
-def test_a_map_style_dataset_is_one_sample_a_shard():
-    source = open_source(Recipe(Points(5, torch.float32)), "train", 0)
-    assert isinstance(source, Samples)
-    assert source.counts == [1] * 5
-    for i in range(5):
-        assert torch.equal(source[Ref(0, i, 0)]["x"], Points(5, torch.float32)[i]["x"])
-
-
-def test_the_fingerprint_of_a_dataset():
-    """Its class and length, or what it says itself in place of its class."""
-    one, other = Points(5, torch.float32), Points(5, torch.float32)
-    other.fingerprint = "release 2"
-    several = [open_source(Recipe(data), "train", 0).fingerprint for data in (one, other, Points(6, torch.float32))]
-    assert len(set(several)) == 3
-    assert open_source(Recipe(Points(5, torch.float64)), "train", 1).fingerprint == several[0]
-
-
-def test_what_else_can_be_iterated_stays_as_it_is():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([])
-
-    batches = [torch.zeros(2)]
-    for data in (batches, Stream(), iter(batches)):
-        assert open_source(Recipe(data), "train", 0) is data
-    assert open_source(Recipe(None), "val", 0) is None
-
-
-def test_data_whose_truth_or_length_raises_has_no_size():
-    class Endless(IterableDataset):
-        def __iter__(self):
-            return iter([torch.zeros(2)])
-
-    assert size_of(DataLoader(Endless())) == size_of(torch.zeros(2, 3)) == size_of(None) == 0
-    assert size_of(open_source(Toy(), "val", 0)) == 13
-
-
-def test_an_empty_dataset_is_refused():
-    with pytest.raises(DataError, match=r"recipe\.data\('val'\): the dataset is empty"):
-        open_source(Recipe(Points(0, torch.float32)), "val", 0)
-
-
-class Draws(Points):
-    def __getitem__(self, i: int):
-        return random.random(), float(np.random.random()), float(torch.rand(()))
-
-
-class Drawing(Recipe):
-    def transform(self, sample, rng):
-        return (*sample, rng.random(), random.random(), float(torch.rand(())))
-
-
-def test_a_samples_randomness_is_a_function_of_seed_epoch_and_sample():
-    """Read in any order, after any other use of the generators; each of the three keys changes every draw."""
-    sources = [open_source(Drawing(Draws(4, torch.float32)), "train", seed) for seed in (0, 1)]
-    refs = [Ref(epoch, shard, 0) for epoch in (0, 1) for shard in range(4)]
-    draws = {(seed, ref): sources[seed][ref] for seed in (0, 1) for ref in refs}
-    random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    assert {(seed, ref): sources[seed][ref] for ref in reversed(refs) for seed in (1, 0)} == draws
-    columns = list(zip(*draws.values()))
-    assert len(columns) == 6
-    assert all(len(set(column)) == 16 for column in columns)
-
-
-def test_a_random_split_in_data_cuts_both_times_at_the_same_places():
-    class Split:
-        def data(self, split: str):
-            parts = random_split(list(range(50)), [40, 10])
-            return parts[split == "val"]
-
-    numbers = {}
-    for seed in (0, 0, 1):
-        torch.manual_seed(len(numbers)), random.seed(len(numbers))
-        found = {split: open_source(Split(), split, seed).reader.dataset for split in ("train", "val")}
-        assert sorted([*found["train"], *found["val"]]) == list(range(50))
-        assert numbers.setdefault(seed, list(found["val"])) == list(found["val"])
-    assert numbers[0] != numbers[1]
-
-
-@pytest.mark.parametrize("batches", [iter([]), map(str, []), (i for i in [])])
-def test_an_iterator_is_no_validation_data(batches):
-    assert open_source(Recipe(batches), "train", 0) is batches
-    with pytest.raises(DataError, match=r"recipe\.data\('val'\): a \w+ is used up by the first validation"):
-        open_source(Recipe(batches), "val", 0)
-
-
-class Augments(Recipe):
-    def transform(self, sample, rng):
-        return sample, float(rng.random())
-
-    def val_transform(self, sample, rng):
-        return sample, "as it is"
-
-
-def test_samples_that_are_not_trained_on_have_a_transform_of_their_own(shards):
-    """In each kind of data; `data.map` applies to both."""
-    ref, mapped = Ref(0, 0, 0), DataOptions(map=[lambda sample: {"mapped": sample}])
-    for data in (str(shards[0]), {str(shards[0]): 1.0}, Points(5, torch.float32)):
-        for options in (None, mapped):
-            train, val, same = (
-                open_source(Augments(data), split, 0, options, **asked)[ref]
-                for split, asked in (("train", {}), ("val", {}), ("train", {"validates": True}))
-            )
-            assert isinstance(train[1], float) and val[1] == same[1] == "as it is"
-            assert options is None or train[0].keys() == val[0].keys() == {"mapped"}
-    named = open_source(Augments({"a": Points(5, torch.float32)}), "val", 0)
-    assert named["a"][ref][1] == "as it is"
-
-
-def test_without_one_both_splits_have_the_same_transform(shards):
-    class Plain(Recipe):
-        def transform(self, sample, rng):
-            return float(rng.random())
-
-    train, val = (open_source(Plain(str(shards[0])), split, 0)[Ref(0, 0, 0)] for split in ("train", "val"))
-    assert train == val
-
-
-def test_an_overfit_validates_on_samples_as_validation_has_them():
-    class Both(Toy):
-        def transform(self, sample, rng):
-            return sample | {"augmented": 1.0}
-
-        def val_transform(self, sample, rng):
-            return sample
-
-    plan = Plan(
-        Both(), {}, Constant(), batch=6, micro_batch=None, accumulate=None,
-        options=Options(overfit=1, max_steps=1), data=DataOptions(), place=Place(), each=lambda value: [value],
+def train(place: Place, options: dict[str, Any]) -> tuple[list[int], dict[str, float], int | None]:
+    seen = Seen()
+    trainer = Trainer(
+        Numbered(samples=40, dtype="float64"), [seen], batch=6, micro_batch=2,
+        options=Options(**{"max_epochs": 2, "run_dir": "runs/r", **options}), place=place,
+        data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4),
     )  # fmt: skip
-    train, val = (source[Ref(0, 0, 0)] for source in (plan.source, plan.validation))
-    assert train.keys() - val.keys() == {"augmented"} and torch.equal(train["x"], val["x"])
-    assert plan.source.counts == plan.validation.counts == [1] * 6
+    trainer.fit()
+    return seen.refs, trainer.validation, trainer.plan.epoch_samples
+
+
+def first(samples: int) -> float:
+    """The mean of the first number of the first samples."""
+    points = Numbered(dtype="float64").data("val")
+    return sum(float(points[i]["x"][0]) for i in range(samples)) / samples
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_epoch_of_two_batches_and_a_validation_of_one(world):
+    for refs, validation, epoch in run_ranks(world, train, {"limit_batches": LimitOptions(2, 1)}):
+        assert epoch == 12 and sorted(refs) == sorted([*range(12)] * 2)
+        assert validation["val/first"] == pytest.approx(first(6), rel=1e-12)
+
+
+def test_overfit_trains_and_validates_on_the_same_samples():
+    refs, validation, epoch = train(Place(), {"max_epochs": None, "max_steps": 5, "overfit": 1})
+    assert epoch == 6 and sorted(refs) == sorted([*range(6)] * 5)
+    assert validation["val/first"] == pytest.approx(first(6), rel=1e-12)  # the toy's two splits begin alike
+
+
+def test_limits_beyond_the_data_change_no_sample():
+    refs, validation, epoch = train(Place(), {"limit_batches": LimitOptions(99, 99)})
+    assert epoch == 40 and len(set(refs)) == 40 and validation["val/first"] == pytest.approx(first(13), rel=1e-12)
+
+
+def test_limited_data_is_other_data():
+    source = open_source(Toy(), "train", 0)
+    limited = source.first(2, 6, 1, "key")
+    assert limited.fingerprint != source.fingerprint and sum(limited.counts) == 12
+
+
+def test_several_validation_sets_are_limited_each():
+    several = Several({"list": Source([1, 2, 3]), "points": open_source(Toy(), "val", 0)})
+    limited = several.first(2, 6, 1, "key")
+    loader = Loader(Source([]), None, Split(2), DataOptions(workers=0), weight=lambda batch: 1)
+    walked = [[micro.batch for micro in loader.validate(limited["list"])] for _ in range(2)]
+    assert walked == [[1, 2]] * 2 and sum(limited["points"].counts) == 12
+
+
+class Batches:
+    """Batches of one sample, whose number is the sample's in this pass and on this rank. Each pass has other noise."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for i in range(9):
+            sample = {name: value[None] for name, value in Numbered(dtype="float64").data("val")[i].items()}
+            yield {**sample, "i": torch.tensor([10 * rank + i]), "noise": torch.rand(1)}
+
+
+class Iterated(Numbered):
+    def __init__(self, kind: str) -> None:
+        super().__init__(dtype="float64")
+        self.kind = kind
+
+    def data(self, split: str) -> Any:
+        if split == "val":
+            return super().data(split)
+        if self.kind == "stream":
+            return Streamed()
+        return iter(Batches()) if self.kind == "generator" else Batches()
+
+    def weight(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["x"])
+
+
+class Streamed:
+    yields_samples = True
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for i in range(40):
+            yield {**Numbered(dtype="float64").data("val")[i], "i": torch.tensor(i), "noise": torch.rand(())}
+
+
+class Numbers(Callback):
+    def __init__(self) -> None:
+        self.seen: list[list[list[float]]] = []
+
+    def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
+        for step in steps:
+            self.seen.append([[batch["i"].item(), batch["noise"].item()] for batch in step._batches])
+            yield step
+
+
+def iterated(place: Place, kind: str, steps: int, resume: str | None = None, limit: int | None = 2) -> Any:
+    numbers = Numbers()
+    Trainer(
+        Iterated(kind), [numbers], batch=2 * place.world, accumulate=2, place=place, data=DataOptions(workers=0),
+        options=Options(
+            max_steps=steps, run_dir="runs/r", resume=resume, log_every_steps=1, limit_batches=LimitOptions(train=limit)
+        ),
+    ).fit()  # fmt: skip
+    return numbers.seen
+
+
+@pytest.mark.parametrize("world", quick([1, 3, 2], 2))
+def test_an_iterable_is_walked_to_its_second_batch_and_a_resume_goes_on_there(world):
+    """A batch of the run is two micro-batches of each rank, so the third step begins a pass."""
+    straight = run_ranks(world, iterated, "batches", 5)
+    shutil.rmtree("ckpt")
+    shutil.rmtree("runs")
+    run_ranks(world, iterated, "batches", 3)
+    rest = run_ranks(world, iterated, "batches", 5, "auto")
+    for rank, (steps, resumed) in enumerate(zip(straight, rest, strict=True)):
+        numbers = [[i for i, _ in step] for step in steps]
+        assert numbers == [[10 * rank + i for i in pair] for pair in ([0, 1], [2, 3], [0, 1], [2, 3], [0, 1])]
+        assert steps[0] != steps[2] and resumed == steps[3:]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_stream_is_walked_to_its_second_batch(world):
+    for rank, steps in enumerate(run_ranks(world, iterated, "stream", 3)):
+        numbers = [[i for i, _ in step] for step in steps]
+        assert numbers == [[world * i + rank for i in pair] for pair in ([0, 1], [2, 3], [0, 1])]
+
+
+def test_a_resume_with_another_limit_is_refused():
+    iterated(Place(), "batches", 2)
+    for limit in (3, None):
+        with pytest.raises(ConfigError, match=r"^trainer\.resume: data was iterable fir"):
+            iterated(Place(), "batches", 4, "auto", limit)
+
+
+def test_what_can_be_walked_once_is_refused():
+    with pytest.raises(ConfigError) as refused:
+        iterated(Place(), "generator", 2)
+    assert str(refused.value) == (
+        "trainer.limit_batches.train=2: recipe.data('train') is a generator, which can be iterated only once; give "
+        "trainer.max_steps instead, or return an object whose __iter__ starts over"
+    )
+
+
+def test_overfit_needs_the_same_batches_again():
+    recipe, options = Iterated("batches"), Options(max_steps=1, overfit=2, run_dir="runs/r")
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.overfit=2: .* is an iterable.* give trainer\.limit_batches\.train"
+    ):
+        Trainer(recipe, batch=1, options=options, data=DataOptions(workers=0))
+
+
+def test_a_mixture_gives_the_first_samples_of_each_data_set_by_weight():
+    """Of 12 samples the first data set gives 9; of its shards the third has no sample left."""
+    mixed = Samples(None, [6, 5, 4, 8, 2], "fingerprint", None, 0, [(3, 3.0), (2, 1.0)])  # pyright: ignore[reportArgumentType]
+    limited = mixed.first(2, 6, 1, "key")
+    assert (limited.counts, limited.mixed) == ([6, 3, 0, 3, 0], mixed.mixed) and limited.fingerprint != "fingerprint"
+    refs = limited.order(4, 2).local(0, 4096, 0, 1)
+    times = Counter(limited.bases[ref.shard] + ref.offset for ref in refs)
+    assert {(ref.shard, ref.offset) for ref in refs} == {
+        *((0, i) for i in range(6)), *((1, i) for i in range(3)), *((3, i) for i in range(3))
+    }  # fmt: skip
+    assert set(times) == set(range(12)) and max(times.values()) - min(times.values()) <= 1
+    assert limited.order(4, 2).samples == 12
+
+
+def test_limits_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match=r"^trainer\.overfit=1: has batches of its own; leave limit_batches out$"):
+        Options(overfit=1, limit_batches=LimitOptions(train=1))
+    with pytest.raises(ConfigError, match=r"^trainer\.limit_batches\.validation=0: must be at least 1$"):
+        LimitOptions(validation=0)

@@ -20,8 +20,9 @@ from trainer.callback import Callback
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.shard.callback import Shard
 from trainer.comm.reduce import AllReduce
+from trainer.data.opening import open_source
 from trainer.data.sampling.order import Ref
-from trainer.data.source import Samples, open_source
+from trainer.data.source import Samples
 from trainer.errors import ConfigError
 from trainer.optim.factories import sgd
 from trainer.process.environment import Place

@@ -10,7 +10,8 @@ from trainer.callback import Callback
 from trainer.config.options import DataOptions
 from trainer.data.batch import Split, Step
 from trainer.data.loader import Loader
-from trainer.data.source import Samples, open_source
+from trainer.data.opening import open_source
+from trainer.data.source import Samples
 
 SEED, BATCH, ACCUMULATE = 7, 12, 2  # of `small_loader`; the batch is a rank's
 

@@ -3,7 +3,8 @@
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,38 +13,98 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainer.data.batch import Micro, Split, count_samples
-from trainer.data.limit import FirstOf
 from trainer.data.stream import Batches, Stream
-from trainer.data.torch_loader import batch_size_of, begin_pass
-from trainer.errors import DataError
+from trainer.data.torch_loader import batch_size_of, batches_in, begin_pass
+from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
 
 MOST = 1 << 16  # the most values of a tensor that `digest` reads
 
 
+@dataclass(frozen=True)
+class Iterated:
+    """An iterable of batches that a recipe has returned, such as a DataLoader, or a stream of samples.
+
+    Args:
+        given: The iterable, or a `Stream` of it.
+        most: The number of batches of each pass; each rank counts its own. None: all.
+    """
+
+    given: Any
+    most: int | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Distinguish different limits, because an iterable's content is unknown."""
+        return "iterable" if self.most is None else f"iterable first {self.most}"
+
+    @property
+    def size(self) -> int:
+        """The number of samples: 0, since it is unknown."""
+        return 0
+
+    @property
+    def batch_size(self) -> int | None:
+        """The number of samples in each batch; None if it is unknown."""
+        return batch_size_of(self.given)
+
+    def order(self, shards: int, window: int) -> None:
+        """Return None: the iterable has an order of its own."""
+
+    def batches_in(self, ranks: int) -> int | None:
+        """Return the number of batches per pass on the rank with the most; None if the iterable has no length."""
+        whole = batches_in(self.given, ranks)
+        return whole if whole is None or self.most is None else min(whole, self.most)
+
+    def first(self, batches: int, batch: int, micros: int, key: str) -> "Iterated":
+        """Return the first batches of each pass; `micros` of a rank's make up one of the run's.
+
+        Args:
+            key: The setting, for errors.
+
+        Raises:
+            ConfigError: The iterable can't be restarted.
+        """
+        if is_used_up(self.given):
+            raise ConfigError(
+                f"{key}={batches}: recipe.data('train') is a {type(self.given).__name__}, which can be iterated only "
+                "once; give trainer.max_steps instead, or return an object whose __iter__ starts over"
+            )
+        return Iterated(self.given, batches * micros)
+
+    def close(self) -> None:
+        """Do nothing: the iterable belongs to the recipe."""
+
+
+def is_used_up(data: Any) -> bool:
+    """Return whether an iterable can be iterated only once: it is its own iterator, or always returns the same one."""
+    data = data.samples if isinstance(data, Stream) else data
+    fresh = isinstance(data, DataLoader | IterableDataset | Sequence)  # an iterator of these may start processes
+    return isinstance(data, Iterator) or (not fresh and iter(data) is iter(data))
+
+
 def replay(
-    source: Iterable[Any], weight: Callable[[Any], int] | None, key: int, endless: bool, given: object = None
+    source: Iterable[Any], weight: Callable[[Any], int] | None, key: int, endless: bool, given: Iterated
 ) -> Generator[Micro]:
-    """Yield the batches of `source`; a replay draws the same random numbers.
+    """Yield the batches of `source`, this rank's part of `given`; a replay draws the same random numbers.
 
     `random` and NumPy are seeded at the start, because the trainer does not use them between batches. Torch is seeded
     before each batch, because training uses it.
 
     Args:
         weight: Counts the items of a batch; None: count its samples.
-        given: The recipe's own iterable, if `source` is this rank's part of it.
     """
     seed_all(key)
-    count, given = weight or count_samples, source if given is None else given
+    count = weight or count_samples
     for walked in itertools.count():
         batch = None
-        begin_pass(source.source if isinstance(source, FirstOf) else source, walked, endless)
-        for batch in source:
+        begin_pass(source, walked, endless)
+        for batch in itertools.islice(source, given.most):
             try:
                 items = count(batch)
             except DataError as error:
-                raise DataError(f"{error}{'' if weight else way_of_samples(given)}") from None
+                raise DataError(f"{error}{'' if weight else way_of_samples(given.given)}") from None
             yield Micro(batch, items, [], [])
             key = key + GOLDEN & MASK
             torch.default_generator.manual_seed(key)
@@ -55,7 +116,6 @@ def replay(
 
 def why_no_batch(source: Iterable[Any], walked: int) -> str:
     """Explain why a pass over training data yielded no batch, and how to fix it, after `walked` non-empty passes."""
-    source = source.source if isinstance(source, FirstOf) else source
     if not walked and isinstance(source, Batches):
         few = f"stream has fewer samples on this rank than micro_batch={source.micro}"
         return f"a pass of the {few}; give a smaller batch, or more samples"
@@ -69,7 +129,7 @@ def why_no_batch(source: Iterable[Any], walked: int) -> str:
     return "the iterable gave no batch; a generator must not end"
 
 
-def refuse_other_size(source: object, batch: Any, split: Split) -> None:
+def refuse_other_size(source: Iterated, batch: Any, split: Split) -> None:
     """Refuse a batch whose number of samples differs from a micro-batch of `split`, from which rates are computed.
 
     A batch without a tensor to count samples by passes. So does one from a DataLoader that draws as many samples,
@@ -78,24 +138,22 @@ def refuse_other_size(source: object, batch: Any, split: Split) -> None:
     Raises:
         DataError: The number of samples differs.
     """
-    inner = source.source if isinstance(source, FirstOf) else source
     try:
         samples = count_samples(batch)
     except DataError:
         return
-    if samples != split.micro and batch_size_of(inner) != split.micro:
+    if samples != split.micro and source.batch_size != split.micro:
         cut = f"batch={split.samples}, {split.world} rank(s), accumulate={split.accumulate}"
         raise DataError(
             f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {split.micro} ({cut})"
             f"; yield batches of {split.micro}, or give micro_batch={samples}, "
             f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}"
-            f"{way_of_samples(source)}"
+            f"{way_of_samples(source.given)}"
         )
 
 
 def way_of_samples(source: Any) -> str:
     """Return a hint on how to yield samples instead of batches; empty if `source` is known to yield either."""
-    source = source.source if isinstance(source, FirstOf) else source
     if isinstance(source, list | tuple):
         return ". For a list of samples, return a Dataset"
     if isinstance(source, DataLoader) and source.batch_sampler is None:

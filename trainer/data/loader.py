@@ -15,14 +15,13 @@ from trainer.data.bad_samples import Bad, replace_bad
 from trainer.data.batch import Micro, Split, Step, count_samples, steps_from
 from trainer.data.copies import Copies
 from trainer.data.device_prefetch import Upload, upload
-from trainer.data.iterable import preserve_rng_state, refuse_other_size, replay
-from trainer.data.limit import FirstOf
+from trainer.data.iterable import Iterated, preserve_rng_state, refuse_other_size, replay
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
-from trainer.data.source import SampleFault, Samples, Several, each_set
+from trainer.data.source import SampleFault, Samples, Several, Source, each_set
 from trainer.data.stream import Stream
-from trainer.data.torch_loader import again, batches_in, end_passes, end_workers, part_of
+from trainer.data.torch_loader import again, end_passes, end_workers, part_of
 from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import Terminal, doing, log
@@ -52,12 +51,12 @@ class Loader:
 
     def __init__(
         self,
-        source: Samples | Stream | Iterable[Any],
+        source: Source,
         order: Order | Mixture | None,
         split: Split,
         options: DataOptions,
         *,
-        validation: Samples | Stream | Iterable[Any] | Several | None = None,
+        validation: Source | Several | None = None,
         rank: int = 0,
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -114,22 +113,22 @@ class Loader:
         found = each_set(self.validation, "val") if self.validation is not None else {}
         return {prefix: partial(self.validate, source) for prefix, source in found.items()}
 
-    def validate(self, source: Samples | Stream | Iterable[Any] | None = None) -> Iterator[Micro]:
+    def validate(self, source: Source | None = None) -> Iterator[Micro]:
         """Yield every sample of `source`, by default of `validation`, once over all ranks, in the stored order.
 
         The last micro-batch may be smaller, and a rank may have none.
         """
-        source = self.validation if source is None else source
-        assert source is not None and not isinstance(source, Several)
+        data = self.validation if source is None else source
+        assert data is not None and not isinstance(data, Several)
         batches = 0  # not known
-        if isinstance(source, Samples):
-            first, last = near_equal(sum(source.counts), self.rank, self.split.world)
-            batches = -(-(last - first) // self._size(source))
-            parts = partial(self._stored, source)
-            micros = self._load(source, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
+        if isinstance(data, Samples):
+            first, last = near_equal(sum(data.counts), self.rank, self.split.world)
+            batches = -(-(last - first) // self._size(data))
+            parts = partial(self._stored, data)
+            micros = self._load(data, parts(), partial(validation_needs, parts), 1, self.options.prefetch)
         else:
-            batches = batches_in(source, self.split.world) or 0
-            micros = self._replay(source, endless=False)
+            batches = data.batches_in(self.split.world) or 0
+            micros = self._replay(data, endless=False)
         return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
     def first_batches(self, samples: int, what: str) -> Generator[Micro]:
@@ -151,10 +150,8 @@ class Loader:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
         for micros in list(self._running):
             micros.close()
-        several = self.validation if isinstance(self.validation, Several) else {"": self.validation}
-        for source in (self.source, *several.values()):
-            if isinstance(source, Samples):
-                source.reader.close()
+        for source in filter(None, (self.source, self.validation)):
+            source.close()
         for part in self._parts.values():
             end_workers(part)
             end_passes(part)
@@ -193,15 +190,14 @@ class Loader:
             yield True
 
     def _iterated(
-        self, source: Stream | Iterable[Any], steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
+        self, source: Iterated, steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
-        inner: Any = source.source if isinstance(source, FirstOf) else source
-        if self.split.world > 1 and not isinstance(inner, Stream):
+        if self.split.world > 1 and not isinstance(source.given, Stream):
             log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)
-        if isinstance(inner, DataLoader):
+        if isinstance(source.given, DataLoader):
             log.info(
                 "recipe.data('train') is a DataLoader: its own order and its num_workers=%d, not those of data.*",
-                inner.num_workers,
+                source.given.num_workers,
             )
         micros = self._run(self._replay(source, endless=True))
         first = next(micros)
@@ -222,20 +218,19 @@ class Loader:
         own = getattr(getattr(source.reader, "dataset", None), "validation_batch", None)
         return own if own and self.takes_own else self.split.micro
 
-    def _replay(self, source: Stream | Iterable[Any], endless: bool) -> Generator[Micro]:
-        own = self._own(source, endless)
+    def _replay(self, source: Iterated, endless: bool) -> Generator[Micro]:
+        own = self._own(source.given, endless)
         return replay(own, self.weight, mix(self.seed, ITERABLE, self.rank), endless, source)
 
-    def _own(self, source: Stream | Iterable[Any], endless: bool) -> Iterable[Any]:
+    def _own(self, source: Any, endless: bool) -> Iterable[Any]:
         """Return this rank's batches of an iterable."""
-        if isinstance(source, FirstOf):
-            return FirstOf(self._own(source.source, endless), source.batches)
         if isinstance(source, Stream):
             return source.batches(self.split.micro, self.rank, self.split.world, self.collate, endless)
         if (key := (id(source), endless)) not in self._parts:
             world = self.split.world
             part: Any = part_of(source, self.rank, world, mix(self.seed, ITERABLE, world), self.log_once)
-            shared = not endless and part is self.source and isinstance(part, DataLoader)
+            trained = isinstance(self.source, Iterated) and part is self.source.given
+            shared = not endless and trained and isinstance(part, DataLoader)
             self._parts[key] = again(part) if shared else part
         return self._parts[key]
 

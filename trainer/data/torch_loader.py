@@ -142,7 +142,8 @@ def refuse_other_replicas(source: Any, split: str, rank: int, ranks: int) -> Non
     Raises:
         ConfigError: It is for another number of ranks, or for another rank than this one.
     """
-    for sampler in samplers_of(source) if isinstance(source, DataLoader) else ():
+    loader = getattr(source, "given", None)
+    for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
         own = isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank)
         if own and own != (ranks, rank):
             raise ConfigError(

@@ -15,8 +15,10 @@ from trainer.comm.ranks import Ranks
 from trainer.config.options import DataOptions
 from trainer.data.bad_samples import Bad, allowed
 from trainer.data.batch import Micro, Split
+from trainer.data.iterable import Iterated, is_used_up
 from trainer.data.loader import Loader
-from trainer.data.source import Samples, each_set, is_used_up, open_source, size_of
+from trainer.data.opening import open_source
+from trainer.data.source import Samples, Several, Source, each_set
 from trainer.data.torch_loader import refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.inference.predictions import Predictions, rows_of
@@ -69,7 +71,7 @@ class Inference:
             evaluator = Evaluator(
                 self.recipe, split,
                 {prefix: partial(loader.validate, part) for prefix, part in each_set(source, split).items()},
-                self.ranks, self.precision, samples=size_of(source), max_bad=self.data.max_bad,
+                self.ranks, self.precision, samples=source.size, max_bad=self.data.max_bad,
                 replicas=self.replicas, lockstep=self.lockstep, data_rank=self.data_rank,
                 stopping=lambda: False, beat=self.beat,
             )  # fmt: skip
@@ -100,7 +102,7 @@ class Inference:
             raise failure
         if failed := [rank for rank, (has_failed, *_) in enumerate(found) if has_failed]:
             raise DistError(f"rank {failed[0]} failed in predict")
-        self._report_bad({data_rank: (count, why) for _, data_rank, count, why in found if count}, size_of(source))
+        self._report_bad({data_rank: (count, why) for _, data_rank, count, why in found if count}, source.size)
         return own.gathered(self.ranks)
 
     def _report_bad(self, bad: dict[int, tuple[int, str]], samples: int) -> None:
@@ -115,9 +117,9 @@ class Inference:
         if count and self.ranks.rank == 0:
             log.warning("predict: %d samples could not be read, and are left out; the first: %s", count, first)
 
-    def _own(self, model: nn.Module, source: Any, loader: Loader) -> tuple[Predictions, list[Bad]]:
+    def _own(self, model: nn.Module, source: Source | Several, loader: Loader) -> tuple[Predictions, list[Bad]]:
         if not isinstance(source, Samples):
-            kind = "several data sets" if isinstance(source, dict) else "batches"
+            kind = "several data sets" if isinstance(source, Several) else "batches"
             raise ConfigError(f"predict: recipe.data gives {kind}, which have no order; return one Dataset or shards")
         own, bad = Predictions(), list[Bad]()
         predict = self.precision.cast(self.recipe.predict)
@@ -135,7 +137,7 @@ class Inference:
         numbers = [source.bases[ref.shard] + ref.offset for ref in refs]
         own.add(numbers, [str(source.reader.name(ref)[1]) for ref in refs], rows_of(output, len(refs)))
 
-    def _open(self, split: str, weight: Callable[[Any], int] | None) -> tuple[Any, Loader]:
+    def _open(self, split: str, weight: Callable[[Any], int] | None) -> tuple[Source | Several, Loader]:
         """Open the data on rank 0 first, because it may prepare files."""
         if self.ranks.rank:
             self.ranks.each(None)
@@ -145,13 +147,13 @@ class Inference:
             self.ranks.each(None)
         if source is None:
             raise ConfigError(f"recipe.data({split!r}): is None; return data, or name another split")
-        if split == "train" and is_used_up(source):  # training would use it up
+        if split == "train" and isinstance(source, Iterated) and is_used_up(source.given):  # training would use it up
             why = "the iterable can be walked only once, so it may have no end"
             raise DataError(f"recipe.data('train'): {why}; return a Dataset, or name another split")
         for part in each_set(source, split).values():
             refuse_other_replicas(part, split, self.data_rank, self.data_world)
         loader = Loader(
-            source, None, Split(self.micro * self.data_world, self.data_world), self.data, validation=source,
+            Iterated(()), None, Split(self.micro * self.data_world, self.data_world), self.data, validation=source,
             rank=self.data_rank, seed=self.seed, timeout_s=timeout_s,
             device=self.ranks.device, ranks_on_node=self.ranks.place.local_world,
             collate=getattr(self.recipe, "collate", default_collate), weight=weight,

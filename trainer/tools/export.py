@@ -23,7 +23,7 @@ from trainer.config.check import check
 from trainer.config.options import Options
 from trainer.config.signature import UNTRUSTED, is_own
 from trainer.config.targets import locate
-from trainer.data.source import Samples, open_source
+from trainer.data.opening import open_source
 from trainer.errors import ConfigError, printable
 from trainer.files import no_folders_if_refused, usual_permissions
 from trainer.parallel.meta import on_host
@@ -182,7 +182,7 @@ def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
 
 def refuse_other_data(source: Any, saved: str, key: str) -> None:
     """Refuse data of another fingerprint, since a recipe may export a part of the data, such as a tokenizer."""
-    own = source.fingerprint if isinstance(source, Samples) else "iterable"
+    own = source.fingerprint
     if own != saved:
         raise ConfigError(
             f"{key}: the data has changed since the training (was {short(saved)}, is {short(own)}); restore the data"

@@ -24,8 +24,8 @@ from scripts.bench.loss.methods import METHODS, SIZES, Size, timed
 from trainer.callback import Callback, Role
 from trainer.config.options import DataOptions
 from trainer.context import Context
+from trainer.data.opening import open_source
 from trainer.data.sampling.order import walk
-from trainer.data.source import open_source
 from trainer.optim.factories import adamw
 from trainer.optim.schedule import Linear
 from trainer.process.environment import Place

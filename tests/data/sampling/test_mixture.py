@@ -15,10 +15,11 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.data.opening import open_source
 from trainer.data.sampling.mixture import DRAWS, Mixture
 from trainer.data.sampling.order import Order, Ref, permutation
 from trainer.data.shards.writer import write_shards
-from trainer.data.source import Samples, open_source
+from trainer.data.source import Samples
 from trainer.errors import DataError
 from trainer.process.environment import Place
 from trainer.rng import mix

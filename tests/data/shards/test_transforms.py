@@ -22,12 +22,12 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from trainer.config.check import check_stages
 from trainer.config.options import DataOptions
+from trainer.data.opening import open_source
 from trainer.data.sampling.order import Ref, walk
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import build_stages
 from trainer.data.shards.writer import write_shards
-from trainer.data.source import open_source
 from trainer.errors import DataError
 from trainer.process.environment import Place
 from trainer.session import build_components

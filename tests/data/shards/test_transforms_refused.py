@@ -9,8 +9,8 @@ from yaml import safe_load
 
 from trainer.config.check import check_stages
 from trainer.config.options import DataOptions
+from trainer.data.opening import open_source
 from trainer.data.shards.transforms import build_stages
-from trainer.data.source import open_source
 from trainer.errors import ConfigError
 
 ALLOW = ("webdataset", "own_stages")

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.comm.device import count_gpus
 from trainer.comm.ranks import Ranks
-from trainer.data.source import in_turns, prepare_files
+from trainer.data.opening import in_turns, prepare_files
 from trainer.errors import ConfigError, require
 from trainer.inference.inference import Inference
 from trainer.inference.predictions import Predictions

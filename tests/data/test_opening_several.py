@@ -6,8 +6,9 @@ import pytest
 import torch
 from toy_recipe import Points
 
+from trainer.data.opening import open_source
 from trainer.data.shards.writer import write_shards
-from trainer.data.source import Samples, Several, each_set, open_source, size_of
+from trainer.data.source import Samples, Several, each_set
 from trainer.errors import ConfigError, DataError
 
 
@@ -28,7 +29,7 @@ def test_a_mapping_of_names_is_several_data_sets(tmp_path):
     source = open_source(Recipe({"clean": points(3), "tar": str(shards[0]), "list": [torch.ones(2)]}), "val", 0)
     assert isinstance(source, Several) and list(each_set(source, "val")) == ["val/clean", "val/tar", "val/list"]
     assert isinstance(source["clean"], Samples) and isinstance(source["tar"], Samples)
-    assert (size_of(source), size_of(source["clean"]), size_of(None)) == (0, 3, 0)  # a list does not tell
+    assert (source.size, source["clean"].size) == (0, 3)  # a list does not tell
 
 
 def test_the_fingerprint_follows_each_part():
@@ -42,7 +43,7 @@ def test_the_fingerprint_follows_each_part():
     )
     assert isinstance(one, Several) and isinstance(other, Several) and isinstance(named, Several)
     assert len({one.fingerprint, other.fingerprint, named.fingerprint}) == 3
-    assert size_of(one) == 7
+    assert one.size == 7
 
 
 def test_a_mapping_of_weights_is_a_mixture(tmp_path):
