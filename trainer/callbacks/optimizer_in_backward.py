@@ -17,9 +17,8 @@ from trainer.cost.setup import Cost, Held, Setup
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.optim.partial_step import PartialStep
+from trainer.optim.partial_step import OptimizerProxy, PartialStep
 from trainer.optim.probe import refuse_coupled
-from trainer.optim.wrapper import OptimizerProxy
 from trainer.parallel.ddp import DDP
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import SingleDevice

@@ -14,10 +14,12 @@ NUMBERS = count()  # makes meshes unequal: DTensor's caches would reuse an earli
 
 
 class Mesh:
-    """The ranks as a grid. Ranks along the last dimension are neighbours. Making a mesh is a collective.
+    """The ranks as a grid, in which neighbours are along the last dimension. Creating it is a collective.
+
+    Args:
+        sizes: Ranks along each dimension. Their product is the number of ranks.
 
     Attributes:
-        sizes: Number of ranks along each dimension.
         place: This rank's index along each dimension.
         line: The ranks of this rank's line along each dimension, in order.
         groups: The process group of each of these lines, created in the order of the dimensions.
@@ -25,11 +27,6 @@ class Mesh:
     """
 
     def __init__(self, ranks: Ranks, **sizes: int) -> None:
-        """Create the groups.
-
-        Args:
-            sizes: Ranks along each named dimension. Their product is the number of ranks.
-        """
         assert prod(sizes.values()) == ranks.world, sizes
         if ranks.device.type == "cuda":
             torch.cuda.init()  # otherwise torch would choose the device by LOCAL_RANK
@@ -60,7 +57,7 @@ def line_of(group: dist.ProcessGroup, device: torch.device, name: str) -> Device
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Drop references to groups that are about to end, because DTensor's caches keep meshes alive."""
+    """Drop references to groups that are about to be destroyed, because DTensor's caches keep meshes alive."""
     getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {}).clear()
 
 

@@ -1,4 +1,4 @@
-"""Wraps the communicating functions of torch.distributed in listeners, and shows each collective to observers.
+"""Wraps torch.distributed's communicating functions in listeners, and reports each collective to observers.
 
 No other module replaces these functions. Without a listener they are torch's own.
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import AllReduce, reducing
 
-Read = Callable[..., tuple[Any, Any, bool]]  # maps a function's arguments to its tensors, group and whether it is async
-Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # takes a name and its function; returns another, or it
+Read = Callable[..., tuple[Any, Any, bool]]  # a function's arguments -> its tensors, its group, whether it is async
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # a function's name, the function -> itself or a wrapper
 
-# Functions of torch.distributed: the collective, and a function with the same parameter names. Older versions of torch
-# lack some. Receives are not shown, because another rank's send is.
+# The collective of each function of torch.distributed, and a function with the same parameter names. Older versions of
+# torch lack some. Receives are not reported, because another rank's send is.
 FUNCTIONS: dict[str, tuple[str, Read]] = {
     "all_reduce": ("all_reduce", lambda tensor, op=None, group=None, async_op=False, **_: (tensor, group, async_op)),
     "broadcast": (
@@ -76,10 +76,10 @@ _listeners: list[Wrap] = []  # in the order in which they were added; the first 
 _originals: dict[tuple[Any, str], Any] = {}  # while there is a listener
 
 
-def listen(listener: Wrap, undo: ExitStack) -> None:
-    """Wrap each function by `listener` until `undo` closes. A listener that is already active is counted once more."""
+def listen(listener: Wrap, stack: ExitStack) -> None:
+    """Wrap each function by `listener` until `stack` closes. Adding an active listener again only counts it."""
     _listeners.append(listener)
-    undo.callback(_leave, listener)
+    stack.callback(_leave, listener)
     if not _originals:
         places = ((owner, name) for name, owners in PLACES.items() for owner in owners if hasattr(owner, name))
         _originals.update({(owner, name): getattr(owner, name) for owner, name in places})
@@ -94,7 +94,6 @@ def _leave(listener: Wrap) -> None:
 
 
 def _arrange() -> None:
-    """Install each function with the current listeners."""
     wrapped: dict[tuple[str, int], Any] = {}
     for (owner, name), original in _originals.items():
         key = name, id(original)  # torch compares functions of two modules by identity
@@ -105,7 +104,7 @@ def _arrange() -> None:
         setattr(owner, name, wrapped[key])
 
 
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # this thread is inside a call that is already shown
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether this thread is in a call that is reported
 
 
 class Call:
@@ -126,7 +125,7 @@ class Call:
         cuda = self.waits and tensors and tensors[0].is_cuda
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
         for event in self.events[:1]:
-            event.record()  # on the stream that the collective synchronises with
+            event.record()  # on the stream with which the collective synchronises
         self.began, self.took = time.perf_counter(), 0.0
 
     def end(self) -> None:
@@ -147,11 +146,11 @@ class Call:
 def watched(observe: Callable[[Call], None]) -> Iterator[None]:
     """Call `observe` after each collective of this process, in the calling thread.
 
-    Collectives that C++ issues by itself, in DDP's own reducer or in compiled graphs, are not shown. Neither are calls
-    with a group that this rank is not in, since torch does nothing then.
+    Collectives issued by C++ alone, as in DDP's own reducer or in compiled graphs, are not reported. Neither are calls
+    with a group that excludes this rank, for which torch does nothing.
     """
-    with ExitStack() as undo:
-        listen(partial(_shown, observe), undo)
+    with ExitStack() as stack:
+        listen(partial(_shown, observe), stack)
         yield
 
 

@@ -35,11 +35,11 @@ class SavingSeeds(CustomPartitionerFn):
         return get_hash_for_files((__file__,))
 
 
-def set_budget(budget: float, undo: ExitStack) -> None:
-    """Let the graphs that Inductor compiles keep this share of their activations, until `undo` is closed.
+def set_budget(budget: float, stack: ExitStack) -> None:
+    """Let the graphs that Inductor compiles keep this share of their activations, until `stack` is closed.
 
     Args:
         budget: From 0, a graph's inputs alone, to 1, all that saves time (torch's `activation_memory_budget`).
     """
-    undo.enter_context(functorch.patch(activation_memory_budget=max(budget, LEAST)))
-    undo.enter_context(inductor.patch(custom_partitioner_fn=SavingSeeds()))
+    stack.enter_context(functorch.patch(activation_memory_budget=max(budget, LEAST)))
+    stack.enter_context(inductor.patch(custom_partitioner_fn=SavingSeeds()))

@@ -26,9 +26,9 @@ class ComputeClock:
         self.clock: Clock | None = None
         self.steps: deque[tuple[int, Lap, Lap]] = deque()  # samples, begin and end; the device may not have got there
 
-    def attach(self, undo: ExitStack) -> None:
-        """Begin to count, until `detach` and `undo`."""
-        self.clock = clock.start(self.device, undo, self.now)
+    def attach(self, stack: ExitStack) -> None:
+        """Begin to count, until `detach` and `stack`."""
+        self.clock = clock.start(self.device, stack, self.now)
 
     def detach(self) -> None:
         if self.clock:

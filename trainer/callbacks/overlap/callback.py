@@ -18,9 +18,8 @@ from trainer.cost.setup import Cost
 from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.optim.partial_step import PartialStep
+from trainer.optim.partial_step import OptimizerProxy, PartialStep
 from trainer.optim.probe import refuse_coupled
-from trainer.optim.wrapper import OptimizerProxy
 
 
 class Overlap(Callback):
