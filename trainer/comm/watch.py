@@ -17,53 +17,26 @@ from torch import Tensor
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import AllReduce, reducing
 
-Read = Callable[..., tuple[Any, Any, bool]]  # a function's arguments -> its tensors, its group, whether it is async
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # a function's name, the function -> itself or a wrapper
 
-# The collective of each function of torch.distributed, and a function with the same parameter names. Older versions of
-# torch lack some. Receives are not reported, because another rank's send is.
-FUNCTIONS: dict[str, tuple[str, Read]] = {
-    "all_reduce": ("all_reduce", lambda tensor, op=None, group=None, async_op=False, **_: (tensor, group, async_op)),
-    "broadcast": (
-        "broadcast",
-        lambda tensor, src=None, group=None, async_op=False, group_src=None, **_: (tensor, group, async_op),
-    ),
-    "_broadcast_coalesced": (
-        "broadcast",
-        lambda process_group, tensors, buffer_size, src=0: (tensors, process_group, False),
-    ),
-    "all_gather": (
-        "all_gather",
-        lambda tensor_list, tensor, group=None, async_op=False, **_: (tensor_list, group, async_op),
-    ),
-    "reduce_scatter": (
-        "reduce_scatter",
-        lambda output, input_list, op=None, group=None, async_op=False, **_: (input_list, group, async_op),
-    ),
-    "all_to_all_single": (
-        "all_to_all",
-        lambda output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False, **_: (
-            (input, group, async_op)
-        ),
-    ),
-    "send": ("send", lambda tensor, dst=None, group=None, *_, **__: (tensor, group, False)),
-    "isend": ("send", lambda tensor, dst=None, group=None, *_, **__: (tensor, group, True)),
+# For each function of torch.distributed: the collective, the parameter with its tensors, and all parameters in order.
+# Older versions of torch lack some functions. Receives are not reported, because another rank's send is.
+FUNCTIONS: dict[str, tuple[str, str, str]] = {
+    "all_reduce": ("all_reduce", "tensor", "tensor op group async_op"),
+    "broadcast": ("broadcast", "tensor", "tensor src group async_op"),
+    "_broadcast_coalesced": ("broadcast", "tensors", "process_group tensors"),
+    "all_gather": ("all_gather", "tensor_list", "tensor_list tensor group async_op"),
+    "all_gather_single": ("all_gather", "output_tensor", "output_tensor input_tensor group async_op"),
+    "all_gather_into_tensor": ("all_gather", "output_tensor", "output_tensor input_tensor group async_op"),
+    "reduce_scatter": ("reduce_scatter", "input_list", "output input_list op group async_op"),
+    "reduce_scatter_single": ("reduce_scatter", "input", "output input op group async_op"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input", "output input op group async_op"),
+    "all_to_all_single": ("all_to_all", "input", "output input output_split_sizes input_split_sizes group async_op"),
+    "send": ("send", "tensor", "tensor dst group"),
+    "isend": ("send", "tensor", "tensor dst group"),
 }
-for _name in ("all_gather_single", "all_gather_into_tensor"):
-    FUNCTIONS[_name] = (
-        "all_gather",
-        lambda output_tensor, input_tensor, group=None, async_op=False, **_: (output_tensor, group, async_op),
-    )
-for _name in ("reduce_scatter_single", "reduce_scatter_tensor"):
-    FUNCTIONS[_name] = (
-        "reduce_scatter",
-        lambda output, input, op=None, group=None, async_op=False, **_: (input, group, async_op),
-    )
 # On a CPU these consist of messages between two ranks.
-METHODS: dict[str, tuple[str, Read]] = {
-    "gather": ("all_gather", lambda self, own: ([own] * self.size, self.group, False)),
-    "swap": ("all_to_all", lambda self, rows: (rows, self.group, False)),
-}
+METHODS = {"gather": ("all_gather", "own", "self own"), "swap": ("all_to_all", "rows", "self rows")}
 
 # The functions that listeners may wrap: each name with the classes and modules that define it.
 PLACES: dict[str, tuple[Any, ...]] = {
@@ -158,16 +131,21 @@ def _shown(observe: Callable[[Call], None], name: str, function: Callable[..., A
     found = FUNCTIONS.get(name) or METHODS.get(name)
     if found is None:
         return function
-    collective, read = found
+    collective, tensors, text = found
+    names = text.split()
 
     @wraps(function)
     def shown(*args: Any, **kwargs: Any) -> Any:
         if _inside.get():
             return function(*args, **kwargs)
-        tensors, group, asynchronous = read(*args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        group = given["self"].group if "self" in given else given.get("group") or given.get("process_group")
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             return function(*args, **kwargs)
-        call, token = Call(collective, tensors, group, asynchronous), _inside.set(True)
+        call = Call(collective, given[tensors], group, name == "isend" or given.get("async_op", False))
+        if name == "gather":
+            call.bytes *= given["self"].size  # of all ranks
+        token = _inside.set(True)
         try:
             result = function(*args, **kwargs)
         finally:

@@ -17,8 +17,18 @@ def refuse_unusable(made: Any, groups: Iterable[dict[str, Any]]) -> None:
     if isinstance(made, type) or not hasattr(made, "param_groups") or not callable(getattr(made, "step", None)):
         given = f"the class {made.__name__}" if isinstance(made, type) else "None" if made is None else _kind(made)
         raise ConfigError(f"optimizer: the function returned {given}; return an optimizer, as torch.optim.SGD(params)")
-    refuse_closure(made)
-    refuse_others(made, {id(p) for group in groups for p in group["params"]})
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(type(made).step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind in by_position for p in parameters):
+        raise closure_needed(made)
+    known = {id(p) for group in groups for p in group["params"]}
+    other = next((p for group in made.param_groups for p in group["params"] if id(p) not in known), None)
+    if other is not None:
+        raise ConfigError(
+            f"optimizer: {type(made).__name__} has a tensor of shape {tuple(other.shape)}, which is no parameter of "
+            "the model that trains; make the optimizer of the groups that the function is given, and let model() "
+            "return a module that has all parameters"
+        )
     refuse_state_elsewhere(made)
 
 
@@ -34,30 +44,12 @@ def rate_of(optimizer: Optimizer, i: int) -> float:
     return float(lr)
 
 
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step evaluates the loss several times, such as LBFGS."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    if any(p.default is p.empty and p.kind in by_position for p in parameters):
-        raise closure_needed(optimizer)
-
-
 def closure_needed(optimizer: Any) -> ConfigError:
+    """Return the error for an optimizer whose step evaluates the loss several times, such as LBFGS."""
     return ConfigError(
         f"optimizer: {type(optimizer).__name__}.step() needs a closure, and Echelon computes the gradient of a step "
         "once; choose an optimizer whose step needs none, such as adamw"
     )
-
-
-def refuse_others(optimizer: Optimizer, known: set[int]) -> None:
-    """Refuse an optimizer with a tensor whose id is not in `known`."""
-    other = next((p for group in optimizer.param_groups for p in group["params"] if id(p) not in known), None)
-    if other is not None:
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} has a tensor of shape {tuple(other.shape)}, which is no parameter "
-            "of the model that trains; make the optimizer of the groups that the function is given, and let model() "
-            "return a module that has all parameters"
-        )
 
 
 def refuse_state_elsewhere(optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""A second model in the layout of the trained one, which holds an average of its weights."""
+"""A second model in the layout of the trained one, for an average of its weights."""
 
 from collections.abc import Collection
 
@@ -6,17 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.comm.slices import local
-from trainer.parallel.absent import Absent
+from trainer.parallel.placeholder import Placeholder
 from trainer.parallel.strategy import Strategy
 
 
 class AveragedModel:
-    """A copy of the trained model that averages its weights. The constructor is a collective.
+    """A copy of the trained model that averages its weights. Creating it is a collective.
 
-    Memory: one copy of the model on its device.
-
-    Attributes:
-        module: The copy. Its parameters have no gradients.
+    `module` is the copy, without gradients. Memory: one copy of the model on its device.
     """
 
     def __init__(self, strategy: Strategy, trained: nn.Module) -> None:
@@ -31,10 +28,7 @@ class AveragedModel:
 
     @torch.no_grad()
     def copy_buffers(self, but: Collection[nn.Module] = ()) -> None:
-        """Copy all buffers, except those of the layers in `but`.
-
-        Buffers that a forward pass has created or resized are copied too.
-        """
+        """Copy all buffers, also ones that a forward pass created or resized, except those of some layers."""
         own, given = list(self.module.buffers()), list(self.trained.buffers())
         if [(b.shape, b.dtype) for b in own] != [(b.shape, b.dtype) for b in given]:
             for copy, module in zip(self.module.modules(), self.trained.modules(), strict=True):
@@ -49,4 +43,4 @@ class AveragedModel:
 
 def own_parts(model: nn.Module) -> list[Tensor]:
     """List this rank's parts of the parameters."""
-    return [local(p.detach()) for p in model.parameters() if not isinstance(p, Absent)]
+    return [local(p.detach()) for p in model.parameters() if not isinstance(p, Placeholder)]

@@ -13,10 +13,7 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
 
     Args:
         classes: Class names of the blocks. None: `recipe.blocks(model)`, or the members of the longest `nn.ModuleList`.
-        key: Key of the config that names the classes, for errors.
-
-    Raises:
-        ConfigError: The model has no such blocks.
+        key: The config key of the classes, for errors.
     """
     modules = list(model.modules())
     if classes is None and hasattr(recipe, "blocks"):
@@ -35,7 +32,7 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
 
 
 def longest_list(model: nn.Module) -> list[nn.Module]:
-    """Return the members of the longest `nn.ModuleList`; none without one."""
+    """Return the members of the longest `nn.ModuleList`; empty without one."""
     return list(max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len, default=()))
 
 

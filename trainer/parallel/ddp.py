@@ -32,9 +32,6 @@ class DDP:
         arguments: Keywords of DistributedDataParallel.
         reduce: The Reduce chain; None: DDP's own reducer, in C++.
         step: Returns the step whose gradients are reduced.
-
-    Attributes:
-        constant_buffers: Names of buffers that are equal on all ranks, which DDP does not broadcast.
     """
 
     whole, lockstep, syncing = True, False, True
@@ -78,7 +75,7 @@ class DDP:
     def unwrap(self) -> None:
         wrapped, self.model = weakref.ref(self.model), self.module
         if wrapped() not in (None, self.module):
-            gc.collect()  # in a reference cycle: until it is collected, its buckets hold memory for all gradients
+            gc.collect()  # it is in a reference cycle, and its buckets hold memory for all gradients
 
     @property
     def bucket_bytes(self) -> int:
@@ -96,7 +93,7 @@ class DDP:
             self.model.require_forward_param_sync = False  # until the next pass that reduces
 
     def reduce_gradients(self) -> None:
-        """Reduce the accumulated gradients, with a backward pass that adds zero to each."""
+        """Reduce the accumulated gradients, using a backward pass that adds zero to each."""
         if isinstance(self.model, DistributedDataParallel):
             self.sync_gradients(True)
             zero = zero_loss(self.parameters, unused=False)
@@ -133,11 +130,11 @@ class DDP:
         if not isinstance(self.model, DistributedDataParallel):
             return []
         assert self.model.logger is not None
-        self.model.logger.set_runtime_stats_and_log()  # else DDP does so only at the next forward pass
+        self.model.logger.set_runtime_stats_and_log()  # otherwise DDP does so only in the next forward pass
         # Missing with find_unused_parameters, which keeps the first layout.
         text = self.model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
         names = (name for name, p in self.module.named_parameters() if p.requires_grad)
-        # DDP counts only those that it does not ignore.
+        # DDP's indices exclude the parameters that it ignores.
         known = [i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore]
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
@@ -162,11 +159,7 @@ class DDP:
 
 
 def refuse_debug() -> None:
-    """Refuse a debug variable with which torch 2.13's DistributedDataParallel crashes on gloo (segmentation fault).
-
-    Raises:
-        ConfigError: TORCH_DISTRIBUTED_DEBUG is DETAIL.
-    """
+    """Refuse a debug variable with which torch 2.13's DistributedDataParallel crashes on gloo (segmentation fault)."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
         raise ConfigError(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch crashes with it on gloo; give INFO, or unset it (Echelon itself "

@@ -23,26 +23,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16} 
 class Precision:
     """The number formats of a run: `fp32`, `tf32`, `bf16` and `fp16` autocast, `fp8`, or `bf16_params`.
 
-    With `tf32` (Ampere or later), float32 matrix products have a 10-bit mantissa. With `fp16`, loss scaling is dynamic
-    (Micikevicius et al. 2018, arXiv:1710.03740); otherwise the scaler is disabled, and calls of it do nothing.
+    With `fp16`, loss scaling is dynamic (Micikevicius et al. 2018, arXiv:1710.03740); otherwise the scaler is disabled.
+    `bf16_params` computes the whole model in bf16 without autocast, which would run LayerNorm in float32. Modules read
+    bf16 copies of float32 master weights, and only parameters, inputs and outputs are cast. Without `master_weights`,
+    parameters and gradients are bf16 only, and steps round stochastically.
 
-    `bf16_params` computes the whole model in bf16 without autocast. Modules read bf16 copies of float32 master weights,
-    and only parameters, inputs and outputs are cast, whereas autocast on a GPU runs LayerNorm in float32. Without
-    `master_weights`, parameters and gradients are bf16 only, and steps round stochastically (`round_steps`).
+    `auto` is bf16 on GPUs that compute in it, fp16 on other GPUs, and fp32 on CPUs. Weights and gradients are float32,
+    so ranks with different formats train together. If any rank uses fp16, all ranks scale their losses. A sum over
+    ranks contains any rank's overflow, so all ranks skip the step.
 
-    `fp8` is bf16 autocast with linear layers in FP8 (`compute_in_fp8`).
-
-    `auto` is bf16 on GPUs that compute in it, fp16 on other GPUs, and fp32 on CPUs. These formats have float32 weights
-    and gradients, so ranks with different ones train together. If any rank uses fp16, all ranks scale their losses, so
-    sums over ranks have one scale. Such a sum also contains any rank's overflow, so all ranks skip the step.
-
-    The recipe may set `torch.backends.cudnn.benchmark`. Echelon does not, because its search runs again for each batch
-    shape.
+    The recipe may set `torch.backends.cudnn.benchmark`, whose search runs again for each batch shape.
 
     Args:
         deterministic: Use kernels that always give the same bits. torch raises if an operation has none.
         each: Gathers a value from all ranks, on every rank.
-        master_weights: Store the parameters of `bf16_params` in float32.
     """
 
     def __init__(

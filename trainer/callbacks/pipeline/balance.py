@@ -11,8 +11,7 @@ Fits = Callable[[int, int, int], bool]  # (stage, first block, stop) -> whether 
 def best_cut(blocks: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...] | None:
     """Return the first block of each stage so that the costliest stage costs least; None if no cut is possible.
 
-    Args:
-        cost: (stage, first block, stop) -> the stage's cost; inf if there can't be such a stage.
+    `cost` maps a stage, its first block and the one after its last to a cost; inf if there can't be such a stage.
     """
     # best[s][i]: the cost of the costliest stage, minimised over the cuts of the first i blocks into s stages.
     best = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]

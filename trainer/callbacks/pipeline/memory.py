@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from trainer.callback import Role
-from trainer.callbacks.pipeline.partition import Room, Sizes
+from trainer.callbacks.pipeline.partition import Sizes, StageMemory
 from trainer.callbacks.pipeline.profile_blocks import Trial
 from trainer.callbacks.pipeline.stages import KEY
 from trainer.context import Context
@@ -16,21 +16,20 @@ from trainer.parallel.memory_search import state_share
 MIB = 1 << 20
 
 
-def make_room(
+def stage_memory(
     trainer: Context,
     model: nn.Module,
     blocks: Sequence[nn.Module],
     trials: Sequence[Trial],
     limits: Sequence[float],
-    live: Sequence[int],
+    in_flight: Sequence[int],
     versions: int,
-) -> Room:
+) -> StageMemory:
     """Return the bytes that stages need and the bytes available to them.
 
     Args:
         trials: One per rank. Empty if the model was not tried; saved bytes then count as 0.
-        limits: Bytes available per stage.
-        live: Per stage, the most micro-batches between their forward and their backward pass.
+        limits, in_flight: As in `StageMemory`.
         versions: Versions of the weights, each with gradients.
     """
     of_state = state_bytes(trainer)
@@ -44,11 +43,11 @@ def make_room(
         saved, stream = [max(column) for column in zip(*(t.saved for t in trials), strict=True)], trials[0].stream
     if trials and has(trainer, Role.RECOMPUTE):  # a recomputed block saves at least its input
         saved = [saved[0], *(min(each, stream) for each in saved[1:-1]), saved[-1]]
-    return Room(Sizes(part_sums(model, blocks, held), saved, stream), limits, live, trainer.plan.accumulate)
+    return StageMemory(Sizes(part_sums(model, blocks, held), saved, stream), limits, in_flight, trainer.plan.accumulate)
 
 
 def has(trainer: Context, role: Role) -> list[str]:
-    """Return the names of the callbacks with this role."""
+    """Return whether a callback has this role."""
     return [name for name, other in trainer.callbacks.items() if role in (other.role, *other.also)]
 
 
@@ -59,16 +58,16 @@ def state_bytes(trainer: Context) -> float:
     return state_share(trainer.new_optimizer, trainer.device) / replicas
 
 
-def refuse(room: Room) -> ConfigError:
+def refuse(memory: StageMemory) -> ConfigError:
     """Return the error for a model that no cut fits, with the bytes of the best cut."""
-    stage, needs = room.tightest()
+    stage, needs = memory.tightest()
     fixed, saved, messages = (f"{need / MIB:.4g}" for need in needs)
-    limit = f"{room.limits[stage] / MIB:.4g}"
-    if room.half:
-        limit += f", half of its rank's {2 * room.limits[stage] / MIB:.4g} for two stages"
+    limit = f"{memory.limits[stage] / MIB:.4g}"
+    if memory.half:
+        limit += f", half of its rank's {2 * memory.limits[stage] / MIB:.4g} for two stages"
     return ConfigError(
         f"{KEY}.cut=auto: no cut fits into memory: at best stage {stage} needs {sum(needs) / MIB:.4g} MiB of "
         f"{limit} ({fixed} for parameters, gradients and optimizer state, {saved} for "
-        f"activations of {room.live[stage]} micro-batches, {messages} for messages); use more stages, a smaller "
+        f"activations of {memory.in_flight[stage]} micro-batches, {messages} for messages); use more stages, a smaller "
         f"micro_batch, activation_checkpoint or shard, or set {KEY}.cut, which is not checked"
     )

@@ -117,8 +117,7 @@ def try_whole(
 ) -> Trial | None:
     """Run the whole model with one block at a time on the device, and return it to the host. None if that fails.
 
-    Args:
-        loss: Computes the loss of a micro-batch.
+    `loss` computes the loss of a micro-batch.
     """
     trials: list[Trial] = []
     stretches = Stretches(model, blocks, device)

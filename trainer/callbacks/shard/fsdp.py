@@ -37,8 +37,8 @@ class FSDP:
     """Shards the model by rows. A block's parameters are whole only while the block computes.
 
     Papers: Rajbhandari et al. 2020, arXiv:1910.02054, stage 3; Zhao et al. 2023, arXiv:2304.11277. Parameters and
-    gradients keep their dtype, because torch's MixedPrecisionPolicy would give other numbers than autocast. Between
-    the micro-batches of a step nothing is sent, so each rank holds whole gradients.
+    gradients keep their dtype, because torch's MixedPrecisionPolicy would give other numbers than autocast. Nothing is
+    sent between the micro-batches of a step, so each rank then has whole gradients.
 
     Args:
         module: The model on its device; rank 0's weights are broadcast. A model on the meta device is initialised by
@@ -46,13 +46,8 @@ class FSDP:
         blocks: The modules that are gathered one by one; the rest of the model is one more unit.
         mesh: One-dimensional mesh of the ranks that share the rows.
         across: Averages over several such groups of ranks; None if there is one group.
-        reshard: Free a block's parameters after its forward pass, and gather them again for its backward pass.
-        offload: Keep parameters, gradients and optimizer state on the host.
         copied: Whether `copy` will be called.
         step: Returns the step whose gradients are reduced.
-
-    Raises:
-        ConfigError: FSDP2 can't shard one of the parameters, or a module on the meta device can't initialise itself.
     """
 
     lockstep, syncing, whole = True, True, False
@@ -111,7 +106,6 @@ class FSDP:
         return torch.device("cpu") if isinstance(self.policy, CPUOffloadPolicy) else self.device
 
     def _lay_out(self, model: nn.Module) -> nn.Module:
-        """Shard the model in place."""
         for name in (*reversed(self.blocks), ""):  # inner blocks first
             module = model.get_submodule(name)
             again = self.reshard if name else None  # the root's parameters are needed immediately in the backward pass
@@ -194,7 +188,6 @@ class FSDP:
             load_optimizer_state(optimizer, self.module, state)
 
     def copy(self) -> nn.Module:
-        """Return a sharded model with the same weights and buffers. A collective."""
         assert self.skeleton is not None
         model = self._lay_out(deepcopy(self.skeleton))
         model.to_empty(device=self._home())
@@ -343,7 +336,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace whole tensors in `state` by this rank's rows, before a module loads them."""
+    """Replace whole tensors in `state` with this rank's rows, before a module loads them."""
     for name, p in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if isinstance(p, DTensor) and type(value) is Tensor and value.shape == p.shape:
@@ -357,7 +350,6 @@ def chain_of_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returns."""
     if isinstance(value, Tensor):
         yield value
     else:

@@ -18,13 +18,8 @@ class BlockSparse(Codec):
     """Sends nonzero blocks only, by all-reduce, like OmniReduce (Fei et al. 2021, doi:10.1145/3452296.3472904).
 
     Ranks exchange masks of their nonzero blocks, and reduce the blocks that are nonzero on any rank. The mean is exact
-    up to the rounding of a sum in another order, and 0.0 if all ranks have -0.0.
-
-    For P elements on N ranks, a rank sends (N - 1) * P / block / 8 bytes per step. Each reduced block adds 2 (N - 1) /
-    N * itemsize * block bytes. The host reads the number of blocks, and therefore waits for a GPU.
-
-    Args:
-        block: Elements per block. The rest of a bucket after its last whole block is always sent.
+    up to the rounding of a sum in another order, and 0.0 if all ranks have -0.0. The rest of a bucket after its last
+    whole block is always sent. The host reads the number of blocks, and therefore waits for a GPU.
     """
 
     exact: bool = True
@@ -62,7 +57,6 @@ class BlockSparse(Codec):
             flat.zero_()
 
     def _chosen(self, blocks: Tensor, reduce: AllReduce) -> Tensor:
-        """Return the indices of the blocks that are nonzero on any rank."""
         tops = torch.cat([blocks[chunk].abs().amax(1) for chunk in chunks(len(blocks), blocks.device, self.block)])
         union, *masks = reduce.gather(pack(tops != 0))  # NaN is not 0, and makes a block's largest NaN
         for mask in masks:

@@ -16,21 +16,11 @@ from trainer.comm.reduce import Reduce
 class DGC(Sparse):
     """Deep gradient compression (Lin et al. 2018, arXiv:1712.01887): sends the largest accumulated elements.
 
-    It uses momentum correction, factor masking, local clipping and a warm-up of the density. Each element has a
-    velocity u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v are reset to zero.
-
-    DGC keeps the unsent part itself, so error feedback would add nothing. Memory: one copy of the reduced tensor, or
-    two with momentum. Bytes from each rank to each other rank, per bucket: 6 * ceil(density * n) + 4 * ceil(n / 65536).
-
-    Args:
-        density: Fraction of a bucket's elements that a rank sends after the warm-up.
-        momentum: SGD's momentum, which is applied here, so the optimizer's own must be 0. Use 0 for optimizers with
-            their own first moment, such as Adam.
-        clip_norm: Limit on the norm of each parameter's gradient over all ranks. As in the authors' code, a rank clips
-            its own gradient to clip_norm / sqrt(ranks) before accumulation. A slice of a parameter is clipped
-            separately. This takes two passes.
-        warmup_steps: From step 0, each fifth of these steps sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, but at least
-            `density`.
+    Each element has a velocity u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v
+    are reset to zero (factor masking). The unsent part stays here, so error feedback would add nothing. As in the
+    authors' code, a rank clips its own gradient to clip_norm / sqrt(ranks) before accumulation, and a slice of a
+    parameter separately. In the warm-up, each fifth of the steps sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, but at
+    least `density`.
     """
 
     def __init__(

@@ -18,17 +18,10 @@ from trainer.rng import INT8_NOISE, mix
 class Int8(Codec):
     """Quantises each block to multiples of 1/127 of its largest magnitude, the block's step.
 
-    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and the maximum norm. Each rank receives one shard of
-    all ranks' blocks (all-to-all), sums them in float32, and quantises the mean again. Then all ranks gather the means.
-    For P elements on N ranks, a rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step.
-
-    Stochastic rounding errs by less than one step, and is unbiased (to 2^-17 of a step). Rounding to nearest errs by at
-    most half a step. A block with a value that is not finite has no finite values afterwards. With error feedback, a
-    shard's owner keeps the error of the second rounding on behalf of all ranks.
-
-    Args:
-        rounding: Stochastic rounding depends only on seed, step, rank and bucket, so a resume gives the same bits.
-        block: Elements per scale; a multiple of 4.
+    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and the maximum norm. Each rank sums one shard of all
+    ranks' blocks in float32, and quantises the mean again. With error feedback, a shard's owner keeps this second error
+    on behalf of all ranks. Stochastic rounding is unbiased (to 2^-17 of a step), and depends only on seed, step, rank
+    and bucket. A block with a value that is not finite has no finite values afterwards.
     """
 
     gathers: bool = True

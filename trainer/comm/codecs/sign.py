@@ -16,9 +16,8 @@ SPREAD = 0x0102040810204080
 class Sign(Codec):
     """EF-signSGD (Karimireddy et al. 2019, arXiv:1901.09847): the signs and the mean magnitude of each piece.
 
-    A piece is a parameter or part of one. Zero counts as positive. For P elements on N ranks, a rank sends (N - 1) * (P
-    / 8 + 4 per piece) bytes per step. With 64 ranks or more, that exceeds an all-reduce in float32. A piece with a
-    value that is not finite has no finite values afterwards.
+    A piece is a parameter or part of one. Zero counts as positive. With 64 ranks or more, gathering takes more bytes
+    than an all-reduce in float32. A piece with a value that is not finite has no finite values afterwards.
     """
 
     gathers: bool = True

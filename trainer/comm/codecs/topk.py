@@ -12,8 +12,7 @@ class TopK(Sparse):
     """Sends the largest elements of each bucket (Aji and Heafield 2017, arXiv:1704.05021), by all-gather.
 
     A threshold estimated from samples replaces a sort, so the choice is approximate. Values are sent as bfloat16, and
-    the rounding error stays with the unsent part. Bytes from each rank to each other rank, per bucket: 4 * ceil(density
-    * n) + 4 * ceil(n / 65536). `density` is the fraction of a bucket's elements that a rank sends.
+    the rounding error stays with the unsent part.
     """
 
     feedback: bool = True
