@@ -123,7 +123,12 @@ class AutoBatch(Callback):
         generators = generators_of(trainer.device)
         before, states = [buffer.clone() for buffer in buffers], [generator.get_state() for generator in generators]
         losses: list[Tensor] = []
-        while ranks := self._vote(trainer, fails(lambda: self._run_parts(kept, run, total, losses))):
+
+        def run_parts() -> None:
+            parts = Parts(kept, self.micro, self.weigh, KEY)
+            losses[:] = parts.merge(run(parts, total))
+
+        while ranks := self._vote(trainer, fails(run_parts)):
             self._halve(trainer, ranks)
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
@@ -131,12 +136,6 @@ class AutoBatch(Callback):
                 buffer.copy_(value)
         strategy.reduce_gradients()
         return losses
-
-    def _run_parts(self, kept: "Kept", run: ForwardBackward, total: Callable[[], int], losses: list[Tensor]) -> None:
-        """Run the passes on parts that fit, and put each batch's loss into `losses`."""
-        losses.clear()
-        parts = Parts(kept, self.micro, self.weigh, KEY)
-        losses += parts.merge(run(parts, total))
 
     def _vote(self, trainer: Context, failed: bool) -> int:
         """Return the number of ranks that failed; if any did, drop the gradients. A collective."""

@@ -31,8 +31,8 @@ def joined(buckets: Sequence[Bucket]) -> Bucket:
 def limits(setup: Setup) -> list[float]:
     """Return the bucket sizes in MiB in the order of reduction; the last one applies to all further buckets."""
     for cost in setup.costs.values():
-        if mibs := cost.bucket_mibs(setup):
-            return list(mibs)
+        if cost.bucket_mibs:
+            return list(cost.bucket_mibs)
     if (mib := setup.settings.get("trainer.ddp.bucket_mib")) is not None:
         return [mib]
     defaults = filter(None, (cost.default_mibs(setup) for cost in setup.costs.values()))

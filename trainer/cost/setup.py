@@ -81,7 +81,9 @@ class Cost:
     two_levels: bool = False  # buckets are reduced within each node first
     recomputes: float = 0.0  # fraction of the blocks' forward pass that is recomputed in the backward pass
     keeps: float = 1.0  # fraction of the activations that stays in memory
+    backward_factor: float = 1.0  # by which backward passes take longer
     copies: float = 0.0  # additional copies of the parameters in memory
+    bucket_mibs: tuple[float, ...] = ()  # in the order of reduction, the last for all further buckets; () if not set
     ddp_buckets: bool = True  # DDP's bucket size has an effect
     checkpoint_parts: bool = False  # each rank writes a part of a checkpoint
 
@@ -97,10 +99,6 @@ class Cost:
         """Return which parts of the model each rank of a pipeline has; () if unknown."""
         return ()
 
-    def backward_factor(self) -> float:
-        """Return the factor by which backward passes take longer."""
-        return 1.0
-
     def row_ranks(self, setup: "Setup") -> int:
         """Return how many ranks share the rows of each parameter."""
         return 1
@@ -112,10 +110,6 @@ class Cost:
     def in_flight(self, setup: "Setup") -> float:
         """Return for how many micro-batches a rank holds activations."""
         return 1
-
-    def bucket_mibs(self, setup: "Setup") -> Sequence[float]:
-        """Return the bucket sizes in the order of reduction, the last one for all further buckets; () if not set."""
-        return ()
 
     def default_mibs(self, setup: "Setup") -> Sequence[float]:
         """Return the bucket sizes if neither a callback nor a setting chooses them; () for DDP's own."""
@@ -218,7 +212,7 @@ class Setup:
 
     @property
     def backward_factor(self) -> float:
-        return math.prod(cost.backward_factor() for cost in self.costs.values())
+        return math.prod(cost.backward_factor for cost in self.costs.values())
 
     @property
     def algorithm(self) -> str:

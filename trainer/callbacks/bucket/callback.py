@@ -1,8 +1,7 @@
 """Sets the size of the buckets in which DDP reduces gradients (Li et al. 2020, arXiv:2006.15704)."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from trainer.callback import Callback, Role
 from trainer.callbacks.bucket.delayed import DelayedParameters
 from trainer.comm.ranks import Ranks
 from trainer.cost.buckets import DEFAULT_MIB
-from trainer.cost.setup import Cost, Setup
+from trainer.cost.setup import Cost
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.ddp import DDP
@@ -63,7 +62,7 @@ class Bucket(Callback):
 
     def cost(self) -> Cost:
         size = DEFAULT_MIB if self.mib == "auto" else self.mib
-        return BucketCost(mibs=tuple(self.mibs or (self.first_mib or size, size)))
+        return Cost(bucket_mibs=tuple(self.mibs or (self.first_mib or size, size)))
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.late:
@@ -122,11 +121,3 @@ def fastest(strategy: DDP, ranks: Ranks, tries: list[dict[str, Any]], run_pass: 
 def recorded(manifest: dict[str, Any], world: int) -> float | None:
     """Return the checkpoint's bucket size, on which bits depend. Another number of ranks has other links and bits."""
     return manifest["ddp"]["bucket_cap_mb"] if manifest and manifest["world"] == world else None
-
-
-@dataclass(frozen=True)
-class BucketCost(Cost):
-    mibs: tuple[float, ...] = ()
-
-    def bucket_mibs(self, setup: Setup) -> Sequence[float]:
-        return self.mibs

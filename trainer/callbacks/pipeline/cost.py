@@ -8,7 +8,7 @@ from trainer.callbacks.pipeline.balance import TWICE, balance
 from trainer.cost.collectives import Wire
 from trainer.cost.setup import Cost, Held, Passes, Setup, StepCost
 
-SPLIT = 1.25  # factor on a backward pass that splits input and weight gradients: docs/cost-model.md
+SPLIT = {"zero_bubble": 1.25, "zbv": 1.25}  # factor on backward passes that split input and weight gradients
 IDLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}  # relative to GPipe's idle time
 ASYNC = "pipedream_2bw"
 
@@ -30,9 +30,6 @@ class PipelineCost(Cost):
         if not setup.workload.parts:
             return ()
         return parts_of_ranks(setup.workload.parts, self.stages, self.schedule, self.cut)
-
-    def backward_factor(self) -> float:
-        return SPLIT if self.schedule in ("zero_bubble", "zbv") else 1.0
 
     def added(self, setup: Setup, run: Passes) -> StepCost:
         idle_s = idle(setup, self.schedule) * run.compute_s

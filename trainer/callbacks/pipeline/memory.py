@@ -33,7 +33,7 @@ def stage_memory(
         versions: Versions of the weights, each with gradients.
     """
     of_state = state_bytes(trainer)
-    averaged = bool(has(trainer, Role.AVERAGE))
+    averaged = has(trainer, Role.AVERAGE)
 
     def held(p: nn.Parameter) -> float:
         return p.nbytes * (1 + averaged + (2 * versions - 1 + of_state if p.requires_grad else 0))
@@ -46,9 +46,8 @@ def stage_memory(
     return StageMemory(Sizes(part_sums(model, blocks, held), saved, stream), limits, in_flight, trainer.plan.accumulate)
 
 
-def has(trainer: Context, role: Role) -> list[str]:
-    """Return whether a callback has this role."""
-    return [name for name, other in trainer.callbacks.items() if role in (other.role, *other.also)]
+def has(trainer: Context, role: Role) -> bool:
+    return any(role in (other.role, *other.also) for other in trainer.callbacks.values())
 
 
 def state_bytes(trainer: Context) -> float:

@@ -75,6 +75,7 @@ class FSDP:
         self.hooks: list[Any] = []
         self.models: list[nn.Module] = []  # the sharded models: the trained one and its copies
         self.policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        self.home = torch.device("cpu") if offload else device  # of the rows
         names = {child: name for name, child in module.named_modules()}
         self.blocks = [names[block] for block in blocks if block is not module]
         refuse_unshardable(module, self.blocks)
@@ -82,7 +83,7 @@ class FSDP:
         self.skeleton = without_memory(module) if copied else None
         self.module = self._lay_out(module)
         if source:
-            module.to_empty(device=self._home())
+            module.to_empty(device=self.home)
             initialise(module, source, device)
             share(chain_of_tensors(module), self.replicas)
             share_buffers(module, dist.group.WORLD)
@@ -100,10 +101,6 @@ class FSDP:
             return deepcopy(model)
         share(chain_of_tensors(model), dist.group.WORLD)
         return None
-
-    def _home(self) -> torch.device:
-        """Return the device that holds the rows."""
-        return torch.device("cpu") if isinstance(self.policy, CPUOffloadPolicy) else self.device
 
     def _lay_out(self, model: nn.Module) -> nn.Module:
         for name in (*reversed(self.blocks), ""):  # inner blocks first
@@ -190,7 +187,7 @@ class FSDP:
     def copy(self) -> nn.Module:
         assert self.skeleton is not None
         model = self._lay_out(deepcopy(self.skeleton))
-        model.to_empty(device=self._home())
+        model.to_empty(device=self.home)
         with torch.no_grad():
             for own, other in zip(chain_of_tensors(model), chain_of_tensors(self.module), strict=True):
                 own.copy_(other)
