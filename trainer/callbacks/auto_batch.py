@@ -25,6 +25,7 @@ from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails,
 from trainer.rng import generators_of
 
 KEY = "callbacks.auto_batch"
+TOO_LARGE = f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
 
 
 class AutoBatch(Callback):
@@ -92,16 +93,12 @@ class AutoBatch(Callback):
         tried = search(self.micro, self.most, lambda micro: self._fits(trainer, run_pass, batch, micro))
         self.probing = False
         if not tried:
-            raise ConfigError(
-                f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
-            )
+            raise ConfigError(TOO_LARGE)
         self.micro = tried[-1]
         probes = "of this size" if len(tried) == 1 else f"the largest that fits, up to {self.most}"
         log.info("auto_batch: micro-batches of at most %d samples (%s)", self.micro, probes)
         if trainer.device.type != "cuda" and not self.max_micro:
-            log.info(
-                "auto_batch: a CPU reports no memory limit, so none is searched for; callbacks.auto_batch.max_micro"
-            )
+            log.info("auto_batch: a CPU reports no memory limit, so none is searched for; %s.max_micro", KEY)
         self._decide(trainer, trainer.plan.manifest.get("samples", 0))
 
     def _fits(self, trainer: Context, run_pass: Callable[[Any], None], batch: Any, micro: int) -> bool:
@@ -146,9 +143,7 @@ class AutoBatch(Callback):
 
     def _halve(self, trainer: Context, ranks: int) -> None:
         if self.micro == 1:
-            raise ConfigError(
-                f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
-            )
+            raise ConfigError(TOO_LARGE)
         before, self.micro = self.micro, self.micro // 2
         text = "auto_batch: step %d: out of memory on %d of %d rank(s) with micro-batches of %d samples; %d from now on"
         log.warning(text, trainer.step + 1, ranks, trainer.world, before, self.micro)

@@ -194,7 +194,6 @@ def made(codec: str | Made, knobs: dict[str, Any]) -> Codec:
 
 
 def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
-    """Refuse settings that have no effect on this codec."""
     if feedback and (codec.kept or codec.exact):
         why = "sends everything" if codec.exact else "has an error feedback of its own"
         raise ConfigError(f"{KEY}.feedback=true: codec={name} {why}; leave feedback out")

@@ -221,6 +221,5 @@ def is_like(value: Any, default: Any) -> bool:
 
 
 def is_number(value: Any, default: Any) -> bool:
-    """Return whether a value is a number, or null like the default."""
     number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     return number or (value is None and default is None)

@@ -27,16 +27,16 @@ class AveragedModel:
         self.copy_buffers()
 
     @torch.no_grad()
-    def copy_buffers(self, but: Collection[nn.Module] = ()) -> None:
+    def copy_buffers(self, skipped: Collection[nn.Module] = ()) -> None:
         """Copy all buffers, also ones that a forward pass created or resized, except those of some layers."""
         own, given = list(self.module.buffers()), list(self.trained.buffers())
         if [(b.shape, b.dtype) for b in own] != [(b.shape, b.dtype) for b in given]:
             for copy, module in zip(self.module.modules(), self.trained.modules(), strict=True):
-                if copy not in but:
+                if copy not in skipped:
                     new = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
                     copy._buffers.update(new)
             return
-        kept = {id(b) for layer in but for b in layer.buffers()}
+        kept = {id(b) for layer in skipped for b in layer.buffers()}
         if pairs := [pair for pair in zip(own, given, strict=True) if id(pair[0]) not in kept]:
             torch._foreach_copy_([copy for copy, _ in pairs], [b for _, b in pairs])
 

@@ -32,7 +32,6 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
 
 
 def longest_list(model: nn.Module) -> list[nn.Module]:
-    """Return the members of the longest `nn.ModuleList`; empty without one."""
     return list(max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len, default=()))
 
 

@@ -3,7 +3,7 @@
 import gc
 import importlib
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ from trainer.comm.phases import Phase, ends_with_wait, switch
 from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError
 from trainer.parallel.batch_norm import refuse_no_items
-from trainer.parallel.meta import refuse_meta
 from trainer.parallel.sparse import sparse_weights
-from trainer.parallel.strategy import clip_gradients, copied, load_replica, own_names, trained, zero_loss
+from trainer.parallel.strategy import SingleDevice, own_names, zero_loss
 from trainer.parallel.warmup import constants, integer_buffers
 
 
-class DDP:
+class DDP(SingleDevice):
     """A copy of the model on each rank (Li et al. 2020, arXiv:2006.15704).
 
     Args:
@@ -33,9 +32,6 @@ class DDP:
         reduce: The Reduce chain; None: DDP's own reducer, in C++.
         step: Returns the step whose gradients are reduced.
     """
-
-    whole, lockstep, syncing = True, False, True
-    owned: Collection[Tensor] | None = None
 
     def __init__(
         self,
@@ -47,14 +43,11 @@ class DDP:
         reduce: Reduce | None,
         step: Callable[[], int],
     ) -> None:
-        refuse_meta(module)
+        super().__init__(module)
         refuse_debug()
-        self.model = self.module = module
         self.device, self.arguments = device, arguments
         self.data_rank, self.data_world, self.replicas = rank, world, dist.group.WORLD
-        self.parameters = trained(module)
         self.reduce, self.step, self.background = reduce, step, Background(device) if reduce else None
-        self.constant_buffers: frozenset[str] = frozenset()
         # DDP's constructor would load this module, and the import would hold DDP in a cycle of frames.
         importlib.import_module("torch._dynamo")
         self.lay_out({})
@@ -103,17 +96,11 @@ class DDP:
             ends_with_wait(passed)
             passed.backward()
 
-    def clip(self, max_norm: float | None) -> Tensor:
-        return clip_gradients(self.parameters, max_norm)
-
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
         refuse_no_items(self.module)
         run()
         unused = self.arguments["find_unused_parameters"]
         return zero_loss(self.parameters, unused, sparse_weights(self.module).values())
-
-    def copy(self) -> nn.Module:
-        return copied(self.module)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
         """Run two passes, because DDP rebuilds its buckets after the first; with a static graph, run three."""
@@ -144,12 +131,6 @@ class DDP:
             return {}
         own, states = own_names(self.module, self.owned), optimizer_state(optimizer, self.module).items()
         return {"optimizer": {name: state for name, state in states if name in own}}
-
-    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        return None
-
-    def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        load_replica(self.module, optimizer, sections, self.owned)
 
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self.background and self.reduce

@@ -82,7 +82,6 @@ def fill(module: nn.Module, device: torch.device) -> bool:
 
 
 def own(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and buffers, without its children's."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 

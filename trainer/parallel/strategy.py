@@ -95,7 +95,7 @@ class Strategy(Protocol):
 
 
 class SingleDevice:
-    """The strategy for one rank: the model itself."""
+    """The strategy for one rank: the model itself. `owned` is for strategies that inherit from this one."""
 
     data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
     replicas: ProcessGroup | None = None
@@ -105,7 +105,8 @@ class SingleDevice:
 
     def __init__(self, model: nn.Module) -> None:
         refuse_meta(model)
-        self.model, self.parameters = model, trained(model)
+        self.model = self.module = model
+        self.parameters = trained(model)
 
     def sync_gradients(self, on: bool) -> None:
         self.syncing = on
@@ -121,10 +122,10 @@ class SingleDevice:
 
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
         run()
-        return zero_loss(self.parameters, unused=False, sparse=sparse_weights(self.model).values())
+        return zero_loss(self.parameters, unused=False, sparse=sparse_weights(self.module).values())
 
     def copy(self) -> nn.Module:
-        return copied(self.model)
+        return copied(self.module)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
         """Do nothing."""
@@ -142,7 +143,11 @@ class SingleDevice:
         return None
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        load_replica(self.model, optimizer, sections)
+        self.module.load_state_dict(read_all(sections["model"]))
+        if "optimizer" in sections:
+            own, states = own_names(self.module, self.owned), sections["optimizer"].items()
+            own_states = {name: read_all(state) if name in own else {} for name, state in states}
+            load_optimizer_state(optimizer, self.module, own_states)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -194,17 +199,6 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def own_names(module: nn.Module, owned: Collection[Tensor] | None) -> set[str]:
     """Return the names of the parameters that this rank steps."""
     return {name for name, p in module.named_parameters() if owned is None or p in owned}
-
-
-def load_replica(
-    module: nn.Module, optimizer: Optimizer, sections: Mapping[str, Any], owned: Collection[Tensor] | None = None
-) -> None:
-    """Load the sections of `Strategy.load` on a rank that has the whole model and steps `owned`."""
-    module.load_state_dict(read_all(sections["model"]))
-    if "optimizer" in sections:
-        own, states = own_names(module, owned), sections["optimizer"].items()
-        own_states = {name: read_all(state) if name in own else {} for name, state in states}
-        load_optimizer_state(optimizer, module, own_states)
 
 
 def zero_loss(parameters: Sequence[Tensor], unused: bool, sparse: Collection[Tensor] = ()) -> Tensor:

@@ -102,7 +102,6 @@ class Precision:
                 handle.remove()
 
     def wrap_optimizer(self, optimizer: Optimizer, module: nn.Module, seed: int, step: Callable[[], int]) -> Optimizer:
-        """Return the optimizer, with stochastic rounding if there are no master weights."""
         return optimizer if self.master_weights else round_steps(optimizer, module, seed, step)
 
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,7 +82,6 @@ class Runs:
     options: Mapping[str, Any]
 
     def train(self, place: Place, name: str, accumulate: int, own: bool, resume: str | None = None) -> dict[str, float]:
-        """Train once, and return the last validation's metrics."""
         options = {"max_steps": self.steps, "log_every_steps": 1, "check_replicas_every": 1, **self.options}
         checkpoint = CheckpointOptions(every_steps=self.steps // 2, keep=3)
         trainer = Trainer(
@@ -183,7 +182,6 @@ def broken_promises(report: Mapping[str, Any], exact: bool, bound: float | None)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's tensors and values, of all ranks."""
     manifest = verify(path)
     state = load_state(path, manifest["files"])
     parts = {name: read_all(part) for name, part in open_parts(path, manifest["files"], manifest["world"]).items()}
@@ -199,7 +197,6 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of the values in which two checkpoints differ by a bit."""
     first, second = flatten(one), flatten(other)
     names = dict.fromkeys([*first, *second])
     return [name for name in names if bits(first.get(name)) != bits(second.get(name))]

@@ -67,4 +67,4 @@ def test_stages_that_are_not_equal() -> None:
     compute_s = passes(found).compute_s
     assert compute_s == pytest.approx(0.6 * 4 * 0.3) and idle(found, "1f1b") * compute_s == pytest.approx(0.4 * 0.3)
     split = setup(machine(2), choose({"pipeline": {"schedule": "zbv"}}, accumulate=4))
-    assert passes(split).compute_s == pytest.approx(4 * (0.1 + SPLIT["zbv"] * 0.2) / 2)
+    assert passes(split).compute_s == pytest.approx(4 * (0.1 + SPLIT * 0.2) / 2)

@@ -126,7 +126,6 @@ class Meter:
 def measure(
     model: nn.Module, blocks: dict[nn.Module, Recompute], device: torch.device, run_pass: Callable[[], None]
 ) -> Sizes:
-    """Measure all blocks in one pass, in which all are recomputed."""
     meter = Meter(device, model)
     hook = model.register_forward_hook(meter.look)
     try:

@@ -40,7 +40,6 @@ def with_micros(shares: Sequence[int], held: Sequence[int]) -> dict[str, Any]:
 
 
 def fit(value: Mapping[str, Any], held: Sequence[int]) -> bool:
-    """Return whether each rank's micro-batches fit."""
     return all(-(-share // n) <= most for share, n, most in zip(value["shares"], value["micros"], held, strict=True))
 
 

@@ -135,7 +135,6 @@ def load_own(trainer: Context, state: dict[str, Any]) -> None:
 
 
 def refuse_quantised(state: dict[str, dict[str, Any]]) -> None:
-    """Refuse 8-bit moments, which can't be averaged over ranks."""
     for name, own in state.items():
         if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in own.values()):
             raise ConfigError(

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from trainer.annotated import AtLeast, PositiveFloat, PositiveInt, fits
 from trainer.callback import Callback, Role, name_of
 from trainer.callbacks.pipeline.balance import TWICE, Fits, balance
-from trainer.callbacks.pipeline.cost import SPLIT, PipelineCost
+from trainer.callbacks.pipeline.cost import SPLIT, SPLITTING, PipelineCost
 from trainer.callbacks.pipeline.memory import refuse, stage_memory
 from trainer.callbacks.pipeline.partition import cut_by_time, max_in_flight, memory_limit
 from trainer.callbacks.pipeline.pipedream import PipeDream, open_links
@@ -101,7 +101,8 @@ class PipelineParallel(Callback):
     def cost(self) -> Cost:
         cut = None if isinstance(self.cut, str) else tuple(self.cut)
         knobs: dict[str, Any] = {"schedule": self.schedule, "cut": cut, "run_ahead": self.run_ahead}
-        return PipelineCost(stages=self.stages, backward_factor=SPLIT.get(self.schedule, 1.0), **knobs)
+        factor = SPLIT if self.schedule in SPLITTING else 1.0
+        return PipelineCost(stages=self.stages, backward_factor=factor, **knobs)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
         if trainer.device.type == "cuda" and trainer.ranks.backend == "gloo":

@@ -8,7 +8,7 @@ from trainer.callbacks.pipeline.balance import TWICE, balance
 from trainer.cost.collectives import Wire
 from trainer.cost.setup import Cost, Held, Passes, Setup, StepCost
 
-SPLIT = {"zero_bubble": 1.25, "zbv": 1.25}  # factor on backward passes that split input and weight gradients
+SPLIT, SPLITTING = 1.25, ("zero_bubble", "zbv")  # the factor on backward passes that split input and weight gradients
 IDLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}  # relative to GPipe's idle time
 ASYNC = "pipedream_2bw"
 
@@ -37,7 +37,6 @@ class PipelineCost(Cost):
         return StepCost(messages.seconds + idle_s, messages.sent_bytes)
 
     def in_flight(self, setup: Setup) -> float:
-        """Return for how many micro-batches the first stage holds activations."""
         if self.schedule == "gpipe":
             return setup.passes
         return self.run_ahead * (self.stages - 1) + 1 if self.schedule == ASYNC else min(setup.passes, self.stages)

@@ -58,7 +58,6 @@ def state_bytes(trainer: Context) -> float:
 
 
 def refuse(memory: StageMemory) -> ConfigError:
-    """Return the error for a model that no cut fits, with the bytes of the best cut."""
     stage, needs = memory.tightest()
     fixed, saved, messages = (f"{need / MIB:.4g}" for need in needs)
     limit = f"{memory.limits[stage] / MIB:.4g}"

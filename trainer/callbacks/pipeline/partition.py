@@ -51,7 +51,6 @@ class StageMemory:
         return sum(self.need(stage, start, stop)) <= self.limits[stage]
 
     def halved(self) -> "StageMemory":
-        """Return the memory for each of two stages that share a rank."""
         return StageMemory(self.sizes, [limit / 2 for limit in self.limits], self.in_flight, self.micros, half=True)
 
     def holds(self, starts: Sequence[int], ranks: Sequence[int]) -> bool:

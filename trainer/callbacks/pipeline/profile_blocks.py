@@ -53,7 +53,6 @@ class Stretches:
             block.to("cpu")
 
     def run(self, call: Callable[[], Tensor]) -> float:
-        """Run a forward pass; return its value."""
         self.seconds, self.saved = [0.0], [0.0]
         self.known: dict[int, StorageWeakRef] = {}  # while these live, no other storage can get their identity
         self._move_rest(self.device)

@@ -246,7 +246,6 @@ class AcrossNodes(TwoLevel):
         self.replicas = across.group if self.nodes > 1 else None
 
     def own(self, bucket: Bucket) -> Bucket:
-        """Return this rank's rows of each parameter."""
         pieces = [Piece(p, *elements(p, self.local_rank, self.per_node)) for p, _, _ in bucket.pieces]
         some = [piece for piece in pieces if piece.start < piece.stop]
         return Bucket(some, bucket.step, bucket.kind, bucket.whole)
