@@ -183,19 +183,14 @@ class Compile(Callback):
 
 
 class GraphCounter:
-    """A backend of torch.compile for equal blocks, which counts their graphs in training and in evaluation.
-
-    Args:
-        name: The class of the blocks.
-        most: Recompilations after which graphs run eagerly, until the callback ends the run.
-        limit_s: Seconds for which other ranks wait for this one after the rehearsal.
-    """
+    """A backend of torch.compile for equal blocks, which counts their graphs in training and in evaluation."""
 
     def __init__(
         self, name: str, compile_graph: GraphCompiler, heartbeat: Heartbeat, most: int, limit_s: float
     ) -> None:
         self.name, self.compile_graph, self.heartbeat = name, compile_graph, heartbeat
-        self.most, self.limit_s = most, limit_s
+        self.most = most  # recompilations after which graphs run eagerly, until the callback ends the run
+        self.limit_s = limit_s  # for which other ranks wait for this one after the rehearsal
         self.graphs = {True: 0, False: 0}  # by whether gradients are recorded
         self.expected = UNLIMITED  # graphs per mode that are no recompilations
         self.seconds, self.shapes = 0.0, ""

@@ -68,9 +68,7 @@ class DeviceClock(Clock):
 def start(device: torch.device, stack: ExitStack, now: Callable[[], float] = time.perf_counter) -> Clock:
     """Start this thread's clock, and return it. Each call needs a call of `stop`.
 
-    Args:
-        stack: Stops watching torch's collectives when it closes.
-        now: Returns seconds; used on a CPU if no clock is running.
+    `stack` stops watching torch's collectives when it closes. `now` is used on a CPU if no clock is running.
     """
     clock = running.clock
     if clock is None or clock.thread != get_ident():

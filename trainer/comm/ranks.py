@@ -109,13 +109,10 @@ class Ranks:
         return per_node
 
     def agree(self, values: tuple[int, ...], limit_s: float | None = None) -> Callable[[], tuple[int, ...]]:
-        """Start summing `values` over ranks, and return a function that waits for the sums.
+        """Start summing `values` over ranks, and return a function that waits for the sums, or raises after `limit_s`.
 
         The sum runs while the caller works. Up to `RING` ranks, gloo's thread takes 2 (N - 1) sequential hops. With
         more ranks, a thread of ours takes log2 N rounds: 0.6 ms instead of 100 ms for 1,000 ranks at 50 us per hop.
-
-        Args:
-            limit_s: Timeout of the wait, after which the ranks can't continue together. None: the group's timeout.
         """
         if self.world == 1:
             return partial(tuple, values)

@@ -81,20 +81,15 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether this 
 
 
 class Call:
-    """A collective of this rank, from its call to its end.
-
-    Attributes:
-        bytes: As nccl-tests counts them.
-        bucket: The bucket whose reduction made the call; None for any other call.
-        waits: Whether the call itself waits, so that its end is known. An asynchronous call ends elsewhere.
-    """
+    """A collective of this rank, from its call to its end."""
 
     def __init__(self, collective: str, tensors: Tensor | Sequence[Tensor], group: Any, asynchronous: bool) -> None:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        self.collective, self.bytes = collective, sum(tensor.nbytes for tensor in tensors)
+        self.collective = collective
+        self.bytes = sum(tensor.nbytes for tensor in tensors)  # as nccl-tests counts them
         self.group: Any = group or dist.group.WORLD
-        self.bucket: Bucket | None = reducing.get()
-        self.waits = not asynchronous
+        self.bucket: Bucket | None = reducing.get()  # whose reduction made the call, if any
+        self.waits = not asynchronous  # so that the end is known; an asynchronous call ends elsewhere
         cuda = self.waits and tensors and tensors[0].is_cuda
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
         for event in self.events[:1]:

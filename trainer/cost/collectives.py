@@ -46,10 +46,8 @@ def of_ranks(ranks: int, machine: Machine) -> Group:
 def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring", library: bool = False) -> Wire:
     """Return the time of a collective.
 
-    Args:
-        algorithm: Of an all_reduce: "ring" or "tree".
-        library: Use the measured rate of the library's own all_gather and reduce_scatter. Codecs and owners exchange
-            messages rank by rank instead, at the full rate.
+    `library` uses the measured rates of the library's own all_gather and reduce_scatter. Codecs and owners exchange
+    messages rank by rank instead, at the full rate.
     """
     if group.ranks < 2 or not message.size:
         return Wire()

@@ -33,9 +33,7 @@ class Task(NamedTuple):
 def rates(cores: float, computing: bool, demand: float) -> tuple[float, float]:
     """Return the speeds of the task and of the phase, relative to running alone.
 
-    Args:
-        cores: The rank's cores; less than 1 if ranks share a core.
-        demand: Cores that the phase takes; 0 without a phase.
+    `demand` is the number of cores that the phase takes; 0 without a phase.
     """
     own = min(1.0, cores)
     if not computing:

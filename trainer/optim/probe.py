@@ -64,9 +64,7 @@ def split(name: str) -> tuple[str, str]:
 def refuse_coupled(optimizer: Any, key: str, by_parameter: bool = False) -> None:
     """Refuse an optimizer whose results would change if some parameters were stepped at a time.
 
-    Args:
-        key: The callback's setting.
-        by_parameter: Groups are copied for each step, so numbers in them are lost.
+    `by_parameter` states that groups are copied for each step, so numbers in them are lost.
     """
     found, kind = steps_of(optimizer), type(optimizer).__name__
     if found.coupled:

@@ -10,13 +10,10 @@ RATE = itemgetter("lr")
 
 
 class Rates:
-    """The learning rates of an optimizer's groups.
+    """The learning rates of an optimizer's groups, which have peak rates at first.
 
-    Args:
-        rate: The run's schedule.
-        optimizer: The optimizer as it was made, with peak rates in its groups.
-        resumed: The run resumes a checkpoint. Rates that hooks set before its first step are ignored, because the
-            checkpoint includes them.
+    If the run was `resumed`, rates that hooks set before its first step are ignored, because the checkpoint includes
+    them.
     """
 
     def __init__(self, rate: Rate, optimizer: Any, resumed: bool = False) -> None:

@@ -15,11 +15,9 @@ SETTINGS = ("momentum", "betas")  # settings that torch's schedulers change, in 
 
 
 class TorchRate(Rate):
-    """The rates that schedulers give the groups of `optimizer`.
+    """The rates that schedulers give the groups of `optimizer`, whose parameters are never read.
 
-    Args:
-        optimizer: The schedulers' optimizer, whose parameters are never read.
-        due: Returns the `step` of each scheduler to call after this many finished steps, in order.
+    `due` returns the `step` of each scheduler to call after this many finished steps, in order.
     """
 
     def __init__(self, optimizer: Optimizer, due: Callable[[int], Iterable[Callable[[], object]]]) -> None:

@@ -27,10 +27,7 @@ from trainer.parallel.warmup import constants, integer_buffers
 class DDP(SingleDevice):
     """A copy of the model on each rank (Li et al. 2020, arXiv:2006.15704).
 
-    Args:
-        arguments: Keywords of DistributedDataParallel.
-        reduce: The Reduce chain; None: DDP's own reducer, in C++.
-        step: Returns the step whose gradients are reduced.
+    `arguments` are those of DistributedDataParallel. Without `reduce`, its own reducer in C++ averages gradients.
     """
 
     def __init__(

@@ -29,15 +29,10 @@ def cut_buckets(parameters: Sequence[Tensor], most: int) -> list[list[int]]:
 
 
 class Reducer:
-    """Reduces a bucket once its parameters have the gradients of all micro-batches.
+    """Reduces a bucket once each parameter has the gradients of all its `passes`, which are micro-batches or more.
 
     Buckets are sent in order, so that all replicas send the same ones. A schedule that computes weight gradients
-    outside autograd, such as zero bubble, fires no hooks; `finish` sends the rest.
-
-    Args:
-        passes: Per parameter, the number of backward passes in a step that add to its gradient.
-        reduce: The Reduce chain over the replicas; None without replicas.
-        names: The parameters' names, for errors.
+    outside autograd, such as zero bubble, fires no hooks; `finish` sends the rest. Without replicas, `reduce` is None.
     """
 
     def __init__(

@@ -31,11 +31,8 @@ def refuse_too_large(
     """Compare the bytes that the first steps add, on a GPU or on all ranks of a host, with those that are free there.
 
     Only certain memory counts; activations and the overhead of torch and kernels come on top. Raise ConfigError on
-    every rank if one lacks memory. A collective.
-
-    Args:
-        averaged: A callback keeps an average of the weights.
-        in_backward: A callback steps parameters as soon as their gradients are there, and may free these.
+    every rank if one lacks memory. A collective. `averaged` states whether a callback keeps an average of the weights,
+    `in_backward` whether one steps parameters in the backward pass, and may free their gradients.
     """
     weights = size(chain(module.parameters(), module.buffers()))
     if max(ranks.each(weights)) < SMALL:

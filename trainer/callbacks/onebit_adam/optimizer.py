@@ -21,11 +21,8 @@ class SignedMean:
 
     Both messages have the signs and the mean magnitude of each piece of a shard: a parameter, or part of one. Paper:
     Tang et al. 2021, arXiv:2102.02888. Nothing is lost. Over many steps, the outputs and the errors (the mean of the
-    workers', all of the servers') add up to the mean of the inputs.
-
-    Args:
-        like: An empty tensor with the vector's dtype and device.
-        worker, server: Residuals of this rank's own vector, and of its shard's mean.
+    workers', all of the servers') add up to the mean of the inputs. `like` is empty, and has the vector's dtype and
+    device.
     """
 
     def __init__(self, ends: AllReduce, bucket: Bucket, like: Tensor, worker: Residuals, server: Residuals) -> None:

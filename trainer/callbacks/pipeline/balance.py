@@ -34,10 +34,7 @@ def balance(
 ) -> tuple[int, ...] | None:
     """Return the first block of each stage so that the slowest stage is as fast as possible; None if no cut fits.
 
-    Args:
-        costs: Cost per block; there are at least as many blocks as stages.
-        slow: Slowdown per stage: a factor on all of its costs.
-        head, tail: Extra cost of the first stage, and of the last one.
+    `slow` is a factor on all costs of each stage. `head` and `tail` are added for the first and the last stage.
     """
     sums, last = [0.0, *accumulate(costs)], len(slow) - 1
 

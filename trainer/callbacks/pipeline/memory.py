@@ -27,10 +27,8 @@ def stage_memory(
 ) -> StageMemory:
     """Return the bytes that stages need and the bytes available to them.
 
-    Args:
-        trials: One per rank. Empty if the model was not tried; saved bytes then count as 0.
-        limits, in_flight: As in `StageMemory`.
-        versions: Versions of the weights, each with gradients.
+    There is one trial per rank, or none if the model was not tried; saved bytes then count as 0. Each of the `versions`
+    of the weights has gradients.
     """
     of_state = state_bytes(trainer)
     averaged = has(trainer, Role.AVERAGE)

@@ -67,15 +67,14 @@ class Pipeline:
     """One or two stages of the model on each rank, and replicas of the whole pipeline.
 
     Gradients are reduced over a stage's replicas alongside the last backward passes. A tied parameter that two ranks
-    have gets the sum of both gradients, which equals the unsplit model's up to rounding.
+    have gets the sum of both gradients, which equals the unsplit model's up to rounding. Dropout is keyed by (seed,
+    step, micro-batch, block).
 
     Args:
         holders: The stages that use each parameter, by name.
         split: The split of a step over the replicas. Messages have the rows of its largest micro-batch.
         reduce: The Reduce chain over a stage's replicas; None without replicas.
         expected: The unsplit model's loss on the first micro-batch without dropout; None if unknown.
-        seed: The run's seed; dropout is keyed by (step, micro-batch, block).
-        step: Returns the current step.
     """
 
     whole, lockstep, syncing = False, True, True

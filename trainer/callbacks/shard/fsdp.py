@@ -38,16 +38,14 @@ class FSDP:
 
     Papers: Rajbhandari et al. 2020, arXiv:1910.02054, stage 3; Zhao et al. 2023, arXiv:2304.11277. Parameters and
     gradients keep their dtype, because torch's MixedPrecisionPolicy would give other numbers than autocast. Nothing is
-    sent between the micro-batches of a step, so each rank then has whole gradients.
+    sent between the micro-batches of a step, so each rank then has whole gradients. Rank 0's weights are broadcast; a
+    model on the meta device is initialised by each module's `reset_parameters`.
 
     Args:
-        module: The model on its device; rank 0's weights are broadcast. A model on the meta device is initialised by
-            each module's `reset_parameters`.
         blocks: The modules that are gathered one by one; the rest of the model is one more unit.
         mesh: One-dimensional mesh of the ranks that share the rows.
         across: Averages over several such groups of ranks; None if there is one group.
         copied: Whether `copy` will be called.
-        step: Returns the step whose gradients are reduced.
     """
 
     lockstep, syncing, whole = True, True, False
