@@ -22,7 +22,7 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.checkpoint.safetensors_buffer import DTYPES
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.errors import ConfigError
-from trainer.optim.wrapper import OptimizerProxy
+from trainer.optim.partial_step import OptimizerProxy
 
 
 @pytest.fixture(autouse=True)

@@ -136,7 +136,7 @@ def other_limit(place: Place) -> tuple[list[float], float]:
         if seconds > 1:
             time.sleep(1.0 * (place.rank == 1))
             dist.all_reduce(torch.ones(1), group=group)
-    patient = ranks.patient._get_backend(CPU).options._timeout
+    patient = ranks.untimed._get_backend(CPU).options._timeout
     ranks.close()
     return found, patient.days
 

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.optim.factories import adafactor, adamw, sgd
 from trainer.optim.groups import make_optimizer
 from trainer.optim.muon import Muon
-from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
+from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_alongside, search, state_share
 from trainer.parallel.strategy import SingleDevice
 
 CPU = torch.device("cpu")
@@ -65,8 +65,8 @@ def test_a_pass_is_tried_beside_what_a_step_has(monkeypatch):
     assert bytes_of_step(strategy, 2.0) == 3 * 4 * (6 + 2)
     strategy.owned = [strategy.parameters[1]]
     assert bytes_of_step(strategy, 2.0) == 4 * (6 + 2) + 2 * 4 * 2
-    assert fits_beside(7, lambda: None, CPU) and held == [7]
-    assert not fits_beside(7, error(MemoryError, ""), CPU)
+    assert fits_alongside(7, lambda: None, CPU) and held == [7]
+    assert not fits_alongside(7, error(MemoryError, ""), CPU)
 
 
 def test_gradients_of_a_failed_pass_are_dropped():

@@ -21,25 +21,19 @@ from trainer.data.resize import repeat_batch
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.forward_backward import ForwardBackward
-from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_beside, search, state_share
+from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fails, fits_alongside, search, state_share
 from trainer.rng import generators_of
 
 KEY = "callbacks.auto_batch"
+TOO_LARGE = f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
 
 
 class AutoBatch(Callback):
     """Chooses the micro-batch by memory. The batch stays the same, so results differ only by rounding.
 
-    The rehearsal doubles the micro-batch until a pass runs out of memory on any rank, then bisects. If a later step
-    runs out of memory on any rank, all ranks halve the micro-batch from then on and retry the step. For
-    this, the ranks vote after the passes of each step, and only then reduce the gradients. No rank waits for another
-    before the vote, so a failed pass leaves no unfinished collective.
-
-    Decisions are stored in the checkpoint, and in `splits.jsonl` in the run's folder. A resume repeats them.
-
-    Args:
-        max_micro: Upper limit on the samples of a micro-batch; null: a rank's part of the batch. On a CPU, which raises
-            no out-of-memory error, null keeps the config's micro-batch.
+    The rehearsal searches for the largest micro-batch. If a later step runs out of memory, all ranks halve it and
+    retry. No pass of a step communicates: the ranks vote after all passes, and only then reduce, so a failed pass
+    leaves no unfinished collective. A resume repeats the decisions, which checkpoints and `splits.jsonl` contain.
     """
 
     role = Role.BATCH
@@ -67,7 +61,7 @@ class AutoBatch(Callback):
         world, batch, plan = trainer.strategy.data_world, trainer.batch, trainer.plan
         share = -(-batch // world)
         self.most = min(share, self.max_micro or (share if trainer.device.type == "cuda" else plan.micro))
-        self.micro = min(plan.micro, self.most)  # the rehearsal's
+        self.micro = min(plan.micro, self.most)  # of the rehearsal
         gpu = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "cpu"
         gpus = sorted(set(trainer.ranks.gather(gpu)))
         made_with = {"world": world, "batch": batch, "max_micro": self.max_micro, "micro": plan.micro, "gpus": gpus}
@@ -94,31 +88,27 @@ class AutoBatch(Callback):
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         if self.made.made:  # a resume repeats decisions
             return
-        self.beside = bytes_of_step(trainer.strategy, state_share(trainer.new_optimizer, trainer.device))
+        self.step_bytes = bytes_of_step(trainer.strategy, state_share(trainer.new_optimizer, trainer.device))
         self.probing = True
         tried = search(self.micro, self.most, lambda micro: self._fits(trainer, run_pass, batch, micro))
         self.probing = False
         if not tried:
-            raise ConfigError(
-                f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
-            )
+            raise ConfigError(TOO_LARGE)
         self.micro = tried[-1]
         probes = "of this size" if len(tried) == 1 else f"the largest that fits, up to {self.most}"
         log.info("auto_batch: micro-batches of at most %d samples (%s)", self.micro, probes)
         if trainer.device.type != "cuda" and not self.max_micro:
-            log.info(
-                "auto_batch: a CPU reports no memory limit, so none is searched for; callbacks.auto_batch.max_micro"
-            )
+            log.info("auto_batch: a CPU reports no memory limit, so none is searched for; %s.max_micro", KEY)
         self._decide(trainer, trainer.plan.manifest.get("samples", 0))
 
     def _fits(self, trainer: Context, run_pass: Callable[[Any], None], batch: Any, micro: int) -> bool:
         """Return whether passes of `micro` samples fit on all ranks. A collective."""
         trainer.strategy.share_buffers()
-        fit = fits_beside(self.beside, lambda: run_pass(repeat_batch(batch, micro, KEY)), trainer.device)
+        fit = fits_alongside(self.step_bytes, lambda: run_pass(repeat_batch(batch, micro, KEY)), trainer.device)
         return not self._vote(trainer, not fit)
 
     def _passes(self, trainer: Context, run: ForwardBackward, data: Step, total: Callable[[], int]) -> list[Tensor]:
-        """Run the passes of a step on parts that fit, retry with smaller ones if not, then reduce the gradients."""
+        """Run the passes of a step on parts that fit, retry with smaller parts if not, then reduce the gradients."""
         if self.probing:
             data.reduces = False
             return run(data, total)
@@ -130,7 +120,12 @@ class AutoBatch(Callback):
         generators = generators_of(trainer.device)
         before, states = [buffer.clone() for buffer in buffers], [generator.get_state() for generator in generators]
         losses: list[Tensor] = []
-        while ranks := self._vote(trainer, fails(lambda: self._run_parts(kept, run, total, losses))):
+
+        def run_parts() -> None:
+            parts = Parts(kept, self.micro, self.weigh, KEY)
+            losses[:] = parts.merge(run(parts, total))
+
+        while ranks := self._vote(trainer, fails(run_parts)):
             self._halve(trainer, ranks)
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
@@ -138,12 +133,6 @@ class AutoBatch(Callback):
                 buffer.copy_(value)
         strategy.reduce_gradients()
         return losses
-
-    def _run_parts(self, kept: "Kept", run: ForwardBackward, total: Callable[[], int], losses: list[Tensor]) -> None:
-        """Run the passes on parts that fit, and append each batch's loss to `losses`."""
-        losses.clear()
-        parts = Parts(kept, self.micro, self.weigh, KEY)
-        losses += parts.merge(run(parts, total))
 
     def _vote(self, trainer: Context, failed: bool) -> int:
         """Return the number of ranks that failed; if any did, drop the gradients. A collective."""
@@ -153,15 +142,8 @@ class AutoBatch(Callback):
         return ranks
 
     def _halve(self, trainer: Context, ranks: int) -> None:
-        """Halve the micro-batch for the rest of the run.
-
-        Raises:
-            ConfigError: It already has only one sample.
-        """
         if self.micro == 1:
-            raise ConfigError(
-                f"{KEY}: a single sample does not fit into memory; use a smaller model or shorter samples"
-            )
+            raise ConfigError(TOO_LARGE)
         before, self.micro = self.micro, self.micro // 2
         text = "auto_batch: step %d: out of memory on %d of %d rank(s) with micro-batches of %d samples; %d from now on"
         log.warning(text, trainer.step + 1, ranks, trainer.world, before, self.micro)
@@ -182,7 +164,7 @@ class AutoBatch(Callback):
 
 
 class Kept(Step):
-    """A step that can be iterated more than once: its batches are kept until it ends."""
+    """A step that can be iterated more than once, because its batches are kept until it ends."""
 
     def __init__(self, step: Step) -> None:
         self.weights, self.rest = step.weights, iter(step)
@@ -199,7 +181,7 @@ class Kept(Step):
 
 @dataclass(frozen=True)
 class LargestMicroBatch(Cost):
-    """The largest micro-batch whose step fits the memory, of those up to `max_micro`."""
+    """The largest micro-batch up to `max_micro` whose step fits the memory."""
 
     max_micro: int | None = None
 

@@ -31,7 +31,7 @@ from trainer.process.heartbeat import Heartbeat
 from trainer.timeouts import COMPILE_S
 
 KEY = "callbacks.compile"
-OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # variables of torch
+OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # torch's environment variables
 MODES = ("default", "max-autotune-no-cudagraphs")
 EAGER = ("eager", "aot_eager")  # backends that run eager's kernels, with eager's random numbers
 TRACED = ("inductor", "aot_eager")  # backends that keep the state of the generator for a recomputation
@@ -42,20 +42,8 @@ GraphCompiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 class Compile(Callback):
     """Compiles each block of the model once, for fixed shapes (Ansel et al. 2024, doi 10.1145/3620665.3640366).
 
-    Equal blocks share their graphs, one for training and one for evaluation. Inductor fuses operations, so its sums are
-    in another order than eager's. Dropout draws other numbers than eager's unless `fallback_random` is set.
-
-    The rehearsal compiles. A later graph of a block is a recompilation, except for its first evaluation. Until the
-    rehearsal has ended, collectives wait `COMPILE_S` longer than `trainer.timeout_s` for a rank that compiles.
-
-    Args:
-        blocks: Class names of the modules to compile; null takes `recipe.blocks`, or the members of the longest
-            `nn.ModuleList`.
-        whole: Compile the model instead of its blocks.
-        backend: One of `torch.compiler.list_backends`.
-        mode: Inductor's mode; null is its default. Modes with CUDA graphs are refused.
-        fallback_random: Draw eager's random numbers. Only for Inductor.
-        max_recompiles: Recompilations of one block. One more ends the run.
+    The rehearsal compiles. Any later graph of a block is a recompilation, except for its first evaluation. Until the
+    rehearsal ends, collectives wait `COMPILE_S` longer than `trainer.timeout_s` for a rank that compiles.
     """
 
     role = Role.COMPILE
@@ -102,7 +90,7 @@ class Compile(Callback):
 
     @classmethod
     def variants(cls, at: Situation) -> Iterable[Variant]:
-        return [Variant({"fallback_random": True})]  # so that random numbers are the plain run's
+        return [Variant({"fallback_random": True})]  # to draw the same random numbers as the plain run
 
     def cost(self) -> Cost:
         return Cost(left_out="its factor on the passes is not measured, and is taken as 1")
@@ -124,8 +112,8 @@ class Compile(Callback):
             name = type(module).__name__
             counter = GraphCounter(name, compile_graph, trainer.heartbeat, self.max_recompiles, limit_s)
             counter = kinds.setdefault(signature(module), counter)
-            # `compile` alone skips a forward of torch's own, such as nn.Sequential's. A copy of the module gets a
-            # partial of its own, with the copy's weights; a closure would keep these.
+            # `compile` alone skips torch's own forwards, such as nn.Sequential's. A copy of the module gets a partial
+            # with the copy's weights, whereas a closure would keep these.
             module.forward = partial(call, module.forward)
             module.compile(backend=counter, dynamic=False)
         self.counters = list(kinds.values())
@@ -143,11 +131,7 @@ class Compile(Callback):
         return partial(compile_graph, config_patches={**options, "fallback_random": self.fallback_random})
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
-        """Let the ranks wait for each other in the rehearsal, whose passes reduce gradients.
-
-        Raises:
-            ConfigError: The whole model is to be compiled, and its forward pass communicates.
-        """
+        """Let the ranks wait for each other in the rehearsal, whose passes reduce gradients."""
         if self.whole and trainer.strategy.lockstep:
             raise ConfigError(
                 f"{KEY}.whole=true: parameters are gathered block by block inside the model, where Dynamo does not "
@@ -158,7 +142,7 @@ class Compile(Callback):
         return run
 
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
-        run_pass(batch)  # one rank alone has no other rehearsal
+        run_pass(batch)  # a single rank has no other rehearsal
 
     def on_fit_start(self, trainer) -> None:
         trainer.ranks.set_timeout(trainer.options.timeout_s)
@@ -199,27 +183,20 @@ class Compile(Callback):
 
 
 class GraphCounter:
-    """A backend of torch.compile for equal blocks, which counts their graphs in training and in evaluation.
-
-    Args:
-        name: The class of the blocks.
-        compile_graph: The backend that compiles.
-        heartbeat: Of this rank: a compilation may take minutes.
-        most: Recompilations after which graphs run eagerly, until the callback ends the run.
-        limit_s: Seconds that other ranks wait for this one once the rehearsal is over.
-    """
+    """A backend of torch.compile for equal blocks, which counts their graphs in training and in evaluation."""
 
     def __init__(
         self, name: str, compile_graph: GraphCompiler, heartbeat: Heartbeat, most: int, limit_s: float
     ) -> None:
         self.name, self.compile_graph, self.heartbeat = name, compile_graph, heartbeat
-        self.most, self.limit_s = most, limit_s
+        self.most = most  # recompilations after which graphs run eagerly, until the callback ends the run
+        self.limit_s = limit_s  # for which other ranks wait for this one after the rehearsal
         self.graphs = {True: 0, False: 0}  # by whether gradients are recorded
-        self.expected = UNLIMITED  # graphs in either mode that are no recompilations
+        self.expected = UNLIMITED  # graphs per mode that are no recompilations
         self.seconds, self.shapes = 0.0, ""
 
     def begin(self) -> None:
-        """Count further graphs as recompilations: the rehearsal is over."""
+        """Count further graphs as recompilations, because the rehearsal is over."""
         self.expected = max(self.graphs[True], 1)
 
     @property
@@ -246,7 +223,9 @@ class GraphCounter:
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """Announce long work. After the rehearsal, warn before the other ranks give up: their error has no cause."""
+        """Announce long work. After the rehearsal, warn before other ranks give up, because their error will name no
+        cause.
+        """
         self.heartbeat.beat(patience_s=COMPILE_S)
         if self.expected == UNLIMITED:
             yield
@@ -269,7 +248,7 @@ def call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def signature(module: nn.Module) -> Any:
-    """Return what equal blocks have in common: the class, and names, shapes and dtypes of the tensors."""
+    """Return the properties that equal blocks share: the class, and names, shapes and dtypes of the tensors."""
     tensors = chain(module.named_parameters(), module.named_buffers())
     return type(module), tuple((name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors)
 
@@ -281,12 +260,8 @@ def graph_breaks() -> dict[str, int]:
 
 
 def refuse_missing_tools(device: torch.device) -> None:
-    """Refuse Inductor without the tools that it calls: it would raise at its first graph.
-
-    Raises:
-        ConfigError: There is no compiler, no Python.h, no folder for code that may run, or on a GPU no triton.
-    """
-    key, way_out = f"{KEY}.backend=inductor", "or leave compile out"
+    """Refuse Inductor if tools are missing that it needs for its first graph."""
+    key, fix = f"{KEY}.backend=inductor", "or leave compile out"
     cuda = device.type == "cuda"
     variable, compilers = ("CC", ("gcc", "clang")) if cuda else ("CXX", ("g++",))
     named = os.environ.get(variable)
@@ -294,16 +269,16 @@ def refuse_missing_tools(device: torch.device) -> None:
     if not any(map(shutil.which, compilers)):
         raise ConfigError(
             f"{key}: found no working {'C' if cuda else 'C++'} compiler ({' or '.join(compilers)}); install one, name "
-            f"one by the variable {variable}, {way_out}"
+            f"one by the variable {variable}, {fix}"
         )
     if not (header := Path(sysconfig.get_path("include")) / "Python.h").exists():
-        raise ConfigError(f"{key}: there is no {header}; install Python's headers (python3-dev), {way_out}")
+        raise ConfigError(f"{key}: there is no {header}; install Python's headers (python3-dev), {fix}")
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if os.statvfs(there).f_flag & os.ST_NOEXEC:
         raise ConfigError(
             f"{key}: {folder} is mounted noexec, so compiled code can't be loaded from there; set "
-            f"TORCHINDUCTOR_CACHE_DIR to a folder without noexec, {way_out}"
+            f"TORCHINDUCTOR_CACHE_DIR to a folder without noexec, {fix}"
         )
     if cuda and importlib.util.find_spec("triton") is None:
-        raise ConfigError(f"{key}: triton, which makes GPU kernels, is not installed; install triton, {way_out}")
+        raise ConfigError(f"{key}: triton, which makes GPU kernels, is not installed; install triton, {fix}")

@@ -11,14 +11,7 @@ from trainer.errors import ConfigError
 
 
 class EarlyStop(Callback):
-    """Stops a run whose metric no longer improves. Metrics agree on all ranks, so all stop at the same step.
-
-    Args:
-        metric: A name that validation reports, `val/loss` for example.
-        patience: Validations without improvement before the stop.
-        min_delta: Smallest change that counts as an improvement, in the metric's unit.
-        mode: Whether smaller (`min`) or larger (`max`) is better.
-    """
+    """Stops a run whose metric no longer improves. Metrics agree on all ranks, so all stop at the same step."""
 
     def __init__(
         self,
@@ -37,8 +30,8 @@ class EarlyStop(Callback):
                 "trainer.validate_every, or leave early_stop out (~callbacks.early_stop)"
             )
         other = "min" if self.mode == "max" else "max"
-        way_out = f"callbacks.early_stop.mode={other}"
-        warn_of_direction(f"callbacks.early_stop.mode={self.mode}", self.metric, self.mode == "max", way_out)
+        setting, fix = (f"callbacks.early_stop.mode={mode}" for mode in (self.mode, other))
+        warn_of_direction(setting, self.metric, self.mode == "max", fix)
         self._stop_if_due(trainer)  # a resumed run may have been stopped already
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:

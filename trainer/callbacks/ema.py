@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, used for validation and export (Polyak and Juditsky 1992)."""
+"""Exponential moving average of the weights, for validation and export (Polyak and Juditsky 1992)."""
 
 import math
 from typing import Any
@@ -10,17 +10,13 @@ from trainer.cost.setup import Cost
 from trainer.log import log
 from trainer.parallel.averaged_model import AveragedModel
 
-SPANS = 10  # of the average, that a run should have: exp(-10) of the first weights is left then
+SPANS = 10  # length of a run, in spans of the average, after which exp(-10) of the initial weights is left
 
 
 class EMA(Callback):
     """Averages the weights: after each step, average = decay * average + (1 - decay) * weights. Buffers are copied.
 
-    Memory: one copy of the model on its device. If a callback defers steps, the average follows as soon as the weights
-    are there, so its numbers are the same.
-
-    Args:
-        decay: Weight of the past per step; the average spans about 1 / (1 - decay) steps.
+    If a callback defers steps, the average is updated once the weights are there, so its numbers are the same.
     """
 
     role = Role.AVERAGE
@@ -45,7 +41,7 @@ class EMA(Callback):
         self.step = trainer.step - trainer.lag  # the last step whose weights are in the average
 
     def _warn(self, steps: int | None) -> None:
-        """Warn of an average that spans too much of a short run to forget the weights of its first steps."""
+        """Warn if the average spans too much of a short run to forget the initial weights."""
         span = 1 / (1 - self.decay)
         if steps and span > max(1, steps / SPANS):
             log.warning(

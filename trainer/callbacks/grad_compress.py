@@ -1,4 +1,4 @@
-"""Sends gradients in fewer bytes: one of the codecs of trainer/comm/codecs, with error feedback where it needs that."""
+"""Sends gradients in fewer bytes: encoded by a codec of trainer/comm/codecs, with error feedback if it needs that."""
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -27,15 +27,8 @@ KEY = "callbacks.grad_compress"
 class GradCompress(Callback):
     """Encodes each bucket with a codec, reduces it, and decodes it: lossy, unless the codec is exact.
 
-    Residuals and momenta are this rank's own, and saved for each rank. On another number of ranks all start from the
-    mean. The next mean gradient then holds the same part of them.
-
-    Args:
-        codec: Name of the codec, or a `Codec` with knobs of its own; see trainer/callbacks/grad_compress.md.
-        feedback: Add the unsent part to the next step's gradient; null: if the codec's paper does.
-        start_step: Earlier steps send gradients uncompressed.
-        level: With `hierarchical`, `inter` compresses what goes across nodes only.
-        density, ..., warmup_steps: Knobs of single codecs by name; null leaves one to the codec.
+    Each rank saves its own residuals and momenta. On another number of ranks all start from the mean, so the next mean
+    gradient contains the same part of them. `codec` may be a `Codec` with knobs of its own.
     """
 
     role = Role.COMPRESS
@@ -58,7 +51,7 @@ class GradCompress(Callback):
         clip_norm: PositiveFloat | None = None,
         warmup_steps: NonNegativeInt | None = None,
     ) -> None:
-        self.names: dict[Tensor, str] = {}  # of the parameters, once they are known
+        self.names: dict[Tensor, str] = {}  # names of the parameters, once they are known
         self.own: Callable[[Bucket], Bucket] | None = None  # bucket -> the part that this rank encodes; None: no part
         knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
         self.codec: Codec = made(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
@@ -98,7 +91,7 @@ class GradCompress(Callback):
                     "that changes the reduction; leave that callback out, or use codec=bf16"
                 )
             self.own = lambda bucket: bucket
-            group = reduce.group if isinstance(reduce, AllReduce) else None  # a pipeline's has the replicas of a stage
+            group = reduce.group if isinstance(reduce, AllReduce) else None  # of a pipeline: a stage's replicas
             ranks = (group.size(), group.rank()) if group else (trainer.world, trainer.rank)
             return self._compress(trainer, reduce, *ranks)
         assert isinstance(reduce, TwoLevel)
@@ -120,7 +113,7 @@ class GradCompress(Callback):
         return compressed
 
     def on_fit_start(self, trainer) -> None:
-        """Lay the restored residuals out for DDP's present buckets, or refuse them before anything has changed."""
+        """Lay out the restored residuals for DDP's current buckets, or refuse them before anything has changed."""
         if self.own is None:
             if any(kept.restored for kept in self.codec.kept.values()):
                 log.warning("resume: grad_compress.level=inter does nothing on one node; its residuals are kept")
@@ -133,11 +126,11 @@ class GradCompress(Callback):
                     kept.take(bucket)
         except ConfigError as error:
             message = str(error)
-        if message := next(filter(None, trainer.ranks.gather(message)), ""):  # maybe another rank's
+        if message := next(filter(None, trainer.ranks.gather(message)), ""):  # this rank's or another's
             raise ConfigError(message)
 
     def on_step_undone(self, trainer) -> None:
-        """Drop all residuals: a number that is not finite would never leave them."""
+        """Drop all residuals, because a number that is not finite would never leave them."""
         if self.codec.kept or self.codec.shared:
             self.codec.forget()
             log.warning("grad_compress: the codec's residuals are dropped")
@@ -182,11 +175,7 @@ class GradCompress(Callback):
 
 
 def made(codec: str | Made, knobs: dict[str, Any]) -> Codec:
-    """Return the codec: by its name with these knobs, or an object, which has knobs of its own.
-
-    Raises:
-        ConfigError: It is no codec, or a knob has no effect or no meaning.
-    """
+    """Return the codec: by its name with these knobs, or an object, which has knobs of its own."""
     if isinstance(codec, str):
         try:
             return make(codec, knobs)
@@ -201,15 +190,10 @@ def made(codec: str | Made, knobs: dict[str, Any]) -> Codec:
     for knob, value in knobs.items():
         if value is not None:
             raise ConfigError(f"{KEY}.{knob}={value}: {name_of(codec)} has knobs of its own; set {KEY}.codec.{knob}")
-    return deepcopy(codec)  # an object may be given to several runs
+    return deepcopy(codec)  # because several runs may use the object
 
 
 def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
-    """Refuse settings that have no effect on this codec.
-
-    Raises:
-        ConfigError: The message names the setting.
-    """
     if feedback and (codec.kept or codec.exact):
         why = "sends everything" if codec.exact else "has an error feedback of its own"
         raise ConfigError(f"{KEY}.feedback=true: codec={name} {why}; leave feedback out")
@@ -223,7 +207,7 @@ def refuse(name: str, codec: Codec, feedback: bool | None, level: str) -> None:
 def conflicts(
     name: str, codec: Codec, level: str, momentum: float | None, clip_norm: float | None
 ) -> dict[Role | str, str]:
-    """Return the conflicts of the codec, as `Callback.conflicts` has them."""
+    """Return the codec's conflicts, in the form of `Callback.conflicts`."""
     refused: dict[Role | str, str] = {}
     if codec.kept:
         refused["fp16"] = (

@@ -16,11 +16,7 @@ from trainer.log import log
 class Hierarchical(Callback):
     """Reduces by a reduce-scatter inside the node, an all-reduce across nodes, and an all-gather inside.
 
-    Jia et al. 2018 (arXiv:1807.11205) have an all-reduce inside and a leader across. Exact to rounding: the order of
-    summation differs.
-
-    Args:
-        ranks_per_node: Ranks on each node; null: the number that the launcher started.
+    Jia et al. 2018 (arXiv:1807.11205) have an all-reduce inside and a leader across. Exact up to rounding.
     """
 
     role = Role.REDUCE

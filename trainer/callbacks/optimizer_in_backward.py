@@ -17,25 +17,21 @@ from trainer.cost.setup import Cost, Held, Setup
 from trainer.data.batch import Step
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.optim.partial_step import PartialStep
+from trainer.optim.partial_step import OptimizerProxy, PartialStep
 from trainer.optim.probe import refuse_coupled
-from trainer.optim.wrapper import OptimizerProxy
 from trainer.parallel.ddp import DDP
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import SingleDevice
 
-IN_MEMORY = 4  # buckets whose gradients are there at most
-MOST_SENT = 2  # buckets: one is reduced while the backward pass fills the next
+IN_MEMORY = 4  # most buckets whose gradients are in memory
+MOST_SENT = 2  # most buckets in flight: one is reduced while the backward pass fills the next
 
 
 class OptimizerInBackward(Callback):
     """Steps each parameter in the backward pass, and frees its gradient (Lv et al. 2023, arXiv:2306.09782, LOMO).
 
-    On one rank, a parameter is stepped when its gradient is complete. On several, a bucket is stepped when it is
-    reduced. The weights are plain DDP's with the same buckets, bit for bit, and complete at the end of each step.
-
-    The rehearsal ends DDP's part. Gradients go into buckets of DDP's layout, each allocated when it is complete. At
-    most `MOST_SENT` are on their way; the backward pass waits for the oldest one.
+    On several ranks, a bucket of DDP's layout is stepped when it is reduced, without DDP. The weights are plain DDP's,
+    bit for bit, and complete at the end of each step.
     """
 
     role = Role.OPTIMIZER
@@ -56,10 +52,10 @@ class OptimizerInBackward(Callback):
     }
 
     def __init__(self) -> None:
-        self.reduce: Reduce | None = None  # None: one rank
-        self.hooks: list[Any] = []  # none during the rehearsal
-        self.done: set[Tensor] = set()  # parameters whose gradient of this step was taken
-        self.sent = 0  # buckets of this step
+        self.reduce: Reduce | None = None  # None on one rank
+        self.rehearsed = False
+        self.done: set[Tensor] = set()  # parameters whose gradient in this step has been used
+        self.sent = 0  # buckets sent in this step
         self.flying = deque[tuple[Bucket, Reduced]]()
 
     def cost(self) -> Cost:
@@ -82,7 +78,7 @@ class OptimizerInBackward(Callback):
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
         def begin_step(data: Step, total: Callable[[], int]) -> list[Tensor]:
-            if self.hooks:
+            if self.rehearsed:
                 self.partial.note()
                 share_buffers(trainer.module, trainer.strategy.replicas, trainer.strategy.constant_buffers)  # as DDP
             return run(data, total)
@@ -93,15 +89,13 @@ class OptimizerInBackward(Callback):
         log.info("optimizer_in_backward: train/grad_norm is not reported, since no moment has all gradients")
         self.layout: list[list[Tensor]] = [[trainer.parameters[i] for i in bucket] for bucket in trainer.buckets]
         trainer.strategy.unwrap()
-        self.hooks = [p.register_post_accumulate_grad_hook(self._take) for p in trainer.parameters]
-
-    def on_fit_end(self, trainer) -> None:
-        for hook in self.hooks:  # hooks of parameters keep the trainer alive, past Python's collector
-            hook.remove()
+        for p in trainer.parameters:  # these hooks would keep the trainer alive, which Python's collector can't see
+            trainer.undo.callback(p.register_post_accumulate_grad_hook(self._take).remove)
+        self.rehearsed = True
 
     @torch.no_grad()
     def _take(self, p: Tensor) -> None:
-        """Take a complete gradient from the backward pass of the step's last micro-batch."""
+        """Use a complete gradient from the backward pass of the step's last micro-batch."""
         if not self.trainer.strategy.syncing:
             return
         if p in self.done:
@@ -127,14 +121,13 @@ class OptimizerInBackward(Callback):
         self.flying.append((bucket, self.background.submit(reduce, flat, bucket)))
 
     def _land(self) -> None:
-        """Wait for the oldest bucket on its way, and step it."""
         bucket, mean = self.flying.popleft()
         params = [piece.param for piece in bucket.pieces]
         self.partial.step(dict(zip(params, bucket.gradients(mean.wait()), strict=True)))
 
     @torch.no_grad()
     def _end_step(self) -> None:
-        """Step all that is on its way. On one rank, also parameters that the last micro-batch did not use."""
+        """Step everything in flight; on one rank, also parameters that the last micro-batch did not use."""
         if self.reduce is None:
             late: dict[Tensor, Tensor] = {p: p.grad for p in self.trainer.parameters if p.grad is not None}
             if late:
@@ -156,7 +149,7 @@ class OptimizerInBackward(Callback):
 
 
 class FreedGradients(Cost):
-    """There are no buckets of DDP's. With one pass a step, the gradients of a few buckets are there at a time."""
+    """There are no DDP buckets. With one pass per step, only a few buckets' gradients exist at a time."""
 
     def hold(self, setup: Setup, held: Held) -> Held:
         if setup.passes > 1:

@@ -21,22 +21,14 @@ from trainer.parallel.strategy import OutputElsewhere
 from trainer.rng import GOLDEN, MASK, UPDATE_BN, generators_of, mix
 
 KEY = "callbacks.swa"
-SHARE = 0.75  # of the run, before the average begins (Izmailov et al. 2018, section 4)
+SHARE = 0.75  # fraction of the run before the average begins (Izmailov et al. 2018, section 4)
 
 
 class SWA(Callback):
     """Averages the weights of some steps equally (Izmailov et al. 2018, arXiv:1803.05407).
 
-    The steps are the first that reach `start`, `start + every`, `start + 2 * every` and so on. Before `start`,
-    validation has the weights themselves. Memory: one copy of the model on its device.
-
-    A pass over training data gives the average its running statistics of BatchNorm. It comes before a validation or a
-    checkpoint, if the average has changed. Its batches are those of the run's first steps. The training stays as it is.
-
-    Args:
-        start: A duration, from the start of the run; null: three quarters of the run.
-        every: A duration, between two steps whose weights count.
-        update_bn: Training data for the statistics of BatchNorm, a duration; 0: the run's own are copied.
+    BatchNorm's running statistics of the average come from a pass over the batches of the run's first steps, before a
+    validation or a checkpoint. It does not affect the training.
     """
 
     role = Role.AVERAGE
@@ -55,9 +47,9 @@ class SWA(Callback):
         if Duration.parse(every, f"{KEY}.every").amount == 0:
             raise ConfigError(f"{KEY}.every={every}: must be more than 0")
         self.restored: dict[str, Any] = {}
-        # On the CPU, and changed in place: a rollback puts them back.
+        # On the CPU, and changed in place, so that a rollback restores them.
         self.averaged = torch.zeros((), dtype=torch.int64)  # weights in the average
-        self.updated = torch.zeros((), dtype=torch.int64)  # the same, when BatchNorm's statistics were computed
+        self.updated = torch.zeros((), dtype=torch.int64)  # likewise, when BatchNorm's statistics were computed
 
     def cost(self) -> Cost:
         return Cost(copies=1, left_out="its passes over the weights and over training data are not modelled")
@@ -68,7 +60,7 @@ class SWA(Callback):
         self.model = AveragedModel(trainer.strategy, trainer.module)
         self.layers = layers_with_statistics(self.model.module)
         self.samples = self._samples(trainer) if self.layers else 0
-        self.step = trainer.step - trainer.lag  # the last step that was looked at
+        self.step = trainer.step - trainer.lag  # the last step that was considered
         if self.restored and self.step < self.start:
             log.warning("swa: the average of the checkpoint began before step %d, and is dropped", self.start)
         elif self.restored:
@@ -85,7 +77,7 @@ class SWA(Callback):
         self._follow(trainer)
         if self.samples and self.updated != self.averaged and trainer.stop_reason != "signal":
             self._update_bn(trainer)
-        if self.averaged:  # some steps ago; a pass has changed them, too
+        if self.averaged:  # it was updated some steps ago, and a pass has changed them
             self.model.copy_buffers(self.layers if self.samples else ())
 
     def _follow(self, trainer: Context) -> None:
@@ -100,7 +92,7 @@ class SWA(Callback):
 
     @torch.no_grad()
     def _update_bn(self, trainer: Context) -> None:
-        """Compute the statistics, unless a signal to stop ends the pass: they then stay. A collective."""
+        """Compute the statistics, unless a stop signal ends the pass: then they stay as they are. A collective."""
         tensors = [tensor for layer in self.layers for tensor in statistics(layer)]
         before = [tensor.clone() for tensor in tensors]
         cuda = [trainer.device] if trainer.device.type == "cuda" else []
@@ -115,14 +107,14 @@ class SWA(Callback):
             trainer.stop_reason = "signal"
 
     def _run_passes(self, trainer: Context, batches: Iterable[Micro]) -> bool:
-        """Run the model forward on each batch; return whether no signal to stop came. All ranks run as many passes."""
+        """Run the model forward on each batch, equally often on all ranks; return False if a stop signal came."""
         loss, generators = trainer.precision.cast(trainer.recipe.loss), generators_of(trainer.device)
         key = mix(trainer.options.seed, UPDATE_BN, trainer.strategy.data_rank)
         for number, micro in enumerate(batches):
             stopping, bad = trainer.ranks.agree((int(bool(trainer.signals.name)), int(micro.batch is None)))()
             if stopping:
                 return False
-            if bad:  # all samples of a rank's batch
+            if bad:  # a rank could read no sample of its batch
                 continue
             for generator in generators:
                 generator.manual_seed((key + number * GOLDEN) & (MASK >> 1))
@@ -183,7 +175,7 @@ class SWA(Callback):
 
 
 def peers(trainer: Context) -> dist.ProcessGroup | None:
-    """Return the group of ranks with the same layers and other data; None: there is no other rank."""
+    """Return the group of ranks with the same layers and other data; None if there is no other rank."""
     if trainer.world == 1:
         return None
     strategy = trainer.strategy

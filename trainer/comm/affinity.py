@@ -1,4 +1,4 @@
-"""Binds the ranks of a node to CPU cores near their GPUs."""
+"""Binds the ranks of a node to CPU cores close to their GPUs."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from trainer.process.cgroup import SYS
 
 
 def pci_address(device: torch.device) -> str:
-    """Return the address of a GPU in /sys/bus/pci/devices."""
+    """Return the GPU's address in /sys/bus/pci/devices."""
     gpu = torch.cuda.get_device_properties(device)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
@@ -23,7 +23,7 @@ def pci_address(device: torch.device) -> str:
 def bind_to_cores(ranks: Ranks, mode: str, sys: Path = SYS) -> None:
     """Bind this process, before data workers fork, if `mode` is auto. A collective.
 
-    torch's number of intra-op threads is limited to the number of cores, whatever OMP_NUM_THREADS says.
+    Limit torch's intra-op threads to the number of cores, whatever OMP_NUM_THREADS says.
     """
     if mode == "none" or (ranks.world == 1 and ranks.device.type == "cpu"):
         return
@@ -47,10 +47,8 @@ def bind_to_cores(ranks: Ranks, mode: str, sys: Path = SYS) -> None:
 def ranks_of_node(rows: Sequence[Sequence[Any]], rank: int) -> list[int]:
     """Return the ranks of this rank's node; empty if they are unknown.
 
-    Containers may share a host name. In that case a node's ranks are consecutive, as its launcher numbers them.
-
-    Args:
-        rows: Host name, local rank, local world size and further values of each rank.
+    Each row starts with a rank's host name, local rank and local world size. Containers may share a host name. In that
+    case, a node's ranks are consecutive, as the launcher numbers them.
     """
     named = [other for other, row in enumerate(rows) if row[0] == rows[rank][0]]
     if len(named) == rows[rank][2]:

@@ -1,10 +1,10 @@
-"""Computes the algorithm and bus bandwidth of collectives, as nccl-tests (doc/PERFORMANCE.md) defines them."""
+"""The algorithm and bus bandwidth of collectives, as nccl-tests (doc/PERFORMANCE.md) defines them."""
 
 import math
 from collections.abc import Callable, Sequence
 
 # Ratio of bus bandwidth to algorithm bandwidth, by the number of ranks: the bytes that a rank sends per byte of the
-# collective. The size of an all-gather is that of its whole result; of a reduce-scatter, that of its whole input.
+# collective. The size of an all-gather is its whole result; the size of a reduce-scatter is its whole input.
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -25,19 +25,17 @@ HOPS: dict[str, Callable[[int], int]] = {
 
 
 def bandwidths(collective: str, size: float, seconds: float, ranks: int) -> tuple[float, float]:
-    """Return the algorithm and the bus bandwidth of a collective of `size` bytes, in bytes per second.
+    """Return the algorithm bandwidth and the bus bandwidth of a collective of `size` bytes, in bytes per second.
 
-    The bus bandwidth is the load of each link, so it can be compared with the hardware's rate for any number of ranks.
+    The bus bandwidth is the load on each link, so it can be compared with the hardware's rate for any number of ranks.
     """
     return size / seconds, size / seconds * BUS_FACTORS[collective](ranks)
 
 
 def level_of(ranks: Sequence[int], per_node: int) -> str:
-    """Return the level of a group: `inside` a node, `across` nodes with one rank per node, or `all` for both.
+    """Return the level of a group: `inside` one node, `across` nodes with one rank on each, or `all`.
 
-    Args:
-        ranks: The group's global ranks, which are numbered node by node.
-        per_node: Ranks on each node.
+    Global ranks are numbered node by node, `per_node` on each.
     """
     nodes = {rank // per_node for rank in ranks}
     return "inside" if len(nodes) == 1 else "across" if len(nodes) == len(ranks) else "all"

@@ -1,4 +1,4 @@
-"""Defines buckets: the layout of a flat tensor of gradients, as pieces of parameters."""
+"""Buckets: the layout of a flat tensor of gradients as pieces of parameters."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,10 +16,10 @@ class Piece(NamedTuple):
 
 
 class Bucket:
-    """The layout of a flat tensor: consecutive pieces of parameters, mostly whole parameters.
+    """The layout of a flat tensor: consecutive pieces of parameters, usually whole parameters.
 
     Args:
-        step: The step that the gradients belong to; `trainer.step` may be later.
+        step: The step that the gradients belong to; `trainer.step` may be ahead.
         kind: The kind of values, so that residuals of gradients and of weights are never mixed.
         whole: The pieces of the bucket that this one was cut from; other ranks have the rest.
     """
@@ -35,19 +35,16 @@ class Bucket:
         return cls((Piece(p, 0, p.numel()) for p in params), step, kind)
 
     def numel(self) -> int:
-        """Return the number of elements of a flat tensor in this layout."""
         return sum(stop - start for _, start, stop in self.pieces)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Return a view of each piece; a whole piece has its parameter's shape."""
+        """Return a view of each piece; a whole parameter has its shape."""
         parts = flat.split([stop - start for _, start, stop in self.pieces])
-        return [
-            part.view(p.shape) if stop - start == p.numel() else part
-            for part, (p, start, stop) in zip(parts, self.pieces, strict=True)
-        ]
+        pieces = zip(parts, self.pieces, strict=True)
+        return [part.view(p.shape) if stop - start == p.numel() else part for part, (p, start, stop) in pieces]
 
     def gradients(self, flat: Tensor) -> list[Tensor]:
-        """Return a view of each whole parameter's part, with the parameter's strides, as DDP does."""
+        """Return a view of each whole parameter's part, with the parameter's strides, as in DDP."""
         parts = flat.split([p.numel() for p, _, _ in self.pieces])
         return [
             part.as_strided(p.shape, p.stride(), part.storage_offset()) if dense(p) else part.view_as(p)
@@ -55,14 +52,14 @@ class Bucket:
         ]
 
     def take_gradients(self, flat: Tensor) -> None:
-        """Move the gradients of whole parameters into `flat`, with zeros for a parameter that has none."""
+        """Move the whole parameters' gradients into `flat`, as zeros if there is none."""
         params = [p for p, _, _ in self.pieces]
         torch._foreach_copy_(self.gradients(flat), [torch.zeros_like(p) if p.grad is None else p.grad for p in params])
         for p in params:
             p.grad = None
 
     def cut(self, start: int, stop: int) -> "Bucket":
-        """Return the layout of elements `start` to `stop`, or to the end if `stop` is past it."""
+        """Return the layout of elements `start` to `stop`; `stop` may be past the end."""
         pieces, offset = [], 0
         for p, first, last in self.pieces:
             low, high = max(first, first + start - offset), min(last, first + stop - offset)
@@ -78,5 +75,4 @@ def dense(p: Tensor) -> bool:
 
 
 def flatten(tensors: Iterable[Tensor]) -> Tensor:
-    """Concatenate the tensors into a flat copy."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])

@@ -1,4 +1,4 @@
-"""Starts the clock that splits time among phases: the host's time or a device's."""
+"""Starts the clock that divides time among phases: host time, or a device's."""
 
 import time
 from collections import deque
@@ -16,9 +16,9 @@ MARKS = 1000  # unread CUDA events at most, unless the device is that far behind
 
 
 class DeviceClock(Clock):
-    """A clock of device time: CUDA events mark the training stream, and nothing waits for the device.
+    """A clock of device time. CUDA events mark the training stream, and nothing waits for the device.
 
-    While the device is behind the host, a phase that only keeps the host busy takes no device time.
+    While the device is behind the host, a phase that occupies only the host takes no device time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,23 +28,23 @@ class DeviceClock(Clock):
         self.marks: deque[tuple[Phase, Any, list[Lap]]] = deque()  # unread events, each with the phase that it ends
         self.last = self._event()
 
-    def switch(self, phase: Phase, tell: bool = True) -> None:
+    def switch(self, phase: Phase, notify: bool = True) -> None:
         self.marks.append((self.phase, self._event(), []))
         self.phase = phase
         if len(self.marks) > MARKS:
             self.read()
-        if tell and self.listener is not None:
+        if notify and self.listener is not None:
             self.listener.switch(phase)
 
     def enters(self, phase: Phase) -> bool:
-        """Return whether a call of this phase counts. A wait on another stream does not delay training."""
+        """Return whether a call of this phase counts. Waits on other streams do not delay training."""
         return super().enters(phase) and torch.cuda.current_stream(self.device) == self.stream
 
     def lap(self) -> Lap:
-        """Return a lap that ends now. It is complete at once, without a new event, if all events have been read."""
+        """Return a lap that ends now. If all events have been read, it is complete at once and needs no event."""
         lap = Lap()
         if self.marks:
-            self.switch(self.phase, tell=False)
+            self.switch(self.phase, notify=False)
             self.marks[-1][2].append(lap)
         else:
             lap.seconds = self.seconds[:]
@@ -65,17 +65,15 @@ class DeviceClock(Clock):
         return event
 
 
-def start(device: torch.device, undo: ExitStack, now: Callable[[], float] = time.perf_counter) -> Clock:
-    """Start this thread's clock, and return it. Each call of `start` needs a call of `stop`.
+def start(device: torch.device, stack: ExitStack, now: Callable[[], float] = time.perf_counter) -> Clock:
+    """Start this thread's clock, and return it. Each call needs a call of `stop`.
 
-    Args:
-        undo: Stops watching torch's collectives when it closes.
-        now: Returns seconds; used on a CPU, if no clock is running yet.
+    `stack` stops watching torch's collectives when it closes. `now` is used on a CPU if no clock is running.
     """
     clock = running.clock
     if clock is None or clock.thread != get_ident():
         clock = running.clock = DeviceClock(device) if device.type == "cuda" else Clock(now)
-    listen(count_waits, undo)
+    listen(count_waits, stack)
     clock.users += 1
     return clock
 
@@ -89,7 +87,7 @@ def stop(clock: Clock) -> None:
 def count_waits(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a torch function that waits for other ranks, so that it counts as communication.
 
-    A synchronous collective waits in `Work.wait` over gloo, and in the call itself over NCCL. Waits inside C++ are not
-    seen, for example DDP's at the end of a backward pass.
+    Synchronous collectives wait in `Work.wait` with gloo, and in the call itself with NCCL. Waits inside C++ are not
+    seen, such as DDP's at the end of a backward pass.
     """
     return function if name == "isend" else during(Phase.COMMUNICATION)(function)

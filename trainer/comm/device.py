@@ -1,4 +1,4 @@
-"""Chooses the device and the backend of this process."""
+"""Chooses this process's device and backend."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from trainer.process.environment import Place
 
 
 def count_gpus(accelerator: str) -> int:
-    """Count the CUDA devices that a run on this node may use, without creating a context."""
+    """Count the CUDA devices available to a run on this node, without creating a context."""
     count = torch.cuda.device_count() if accelerator != "cpu" and torch.cuda.is_available() else 0
     if accelerator == "cuda" and not count:
         raise ConfigError(
@@ -43,7 +43,7 @@ def pick_backend(backend: str, device: torch.device) -> str:
 
 
 def has_failed(device: torch.device) -> bool:
-    """Return whether an error, such as a failed assertion in a kernel, has left the device unusable."""
+    """Return whether an error, such as a failed assertion in a kernel, has made the device unusable."""
     if device.type != "cuda":
         return False
     try:

@@ -14,32 +14,21 @@ NUMBERS = count()  # makes meshes unequal: DTensor's caches would reuse an earli
 
 
 class Mesh:
-    """The ranks as a grid. Ranks along the last dimension are neighbours. Making a mesh is a collective.
-
-    Attributes:
-        sizes: Number of ranks along each dimension.
-        place: This rank's index along each dimension.
-        line: The ranks of this rank's line along each dimension, in order.
-        groups: The process group of each of these lines, created in the order of the dimensions.
-        host: The group of all ranks for tensors on the host.
-    """
+    """The ranks as a grid, in which neighbours are along the last dimension. Creating it is a collective."""
 
     def __init__(self, ranks: Ranks, **sizes: int) -> None:
-        """Create the groups.
-
-        Args:
-            sizes: Ranks along each named dimension. Their product is the number of ranks.
-        """
         assert prod(sizes.values()) == ranks.world, sizes
         if ranks.device.type == "cuda":
             torch.cuda.init()  # otherwise torch would choose the device by LOCAL_RANK
-        self.grid, self.sizes, self.host = torch.arange(ranks.world).view(*sizes.values()), sizes, ranks.host
+        self.grid, self.sizes = torch.arange(ranks.world).view(*sizes.values()), sizes
+        self.host = ranks.host  # of all ranks, for tensors on the host
         self.devices = init_device_mesh(
             ranks.device.type,
             tuple(sizes.values()),
             mesh_dim_names=tuple(map(unique, sizes)),
             backend_override={i: (ranks.backend, limited(ranks)) for i in range(len(sizes))},
         )
+        # By dimension: this rank's index, the ranks of its line in order, and the line's process group.
         self.place: dict[str, int] = dict(zip(sizes, self.devices.get_coordinate() or (), strict=True))
         self.line = {name: next(line for line in self.lines(name) if ranks.rank in line) for name in sizes}
         self.groups = dict(zip(sizes, self.devices.get_all_groups(), strict=True))
@@ -60,7 +49,7 @@ def line_of(group: dist.ProcessGroup, device: torch.device, name: str) -> Device
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Drop references to groups that are about to end, because DTensor's caches keep meshes alive."""
+    """Drop references to groups that are about to be destroyed, because DTensor's caches keep meshes alive."""
     getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {}).clear()
 
 

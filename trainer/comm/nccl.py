@@ -1,4 +1,4 @@
-"""Turns the config section `nccl` into the environment variables that NCCL reads. Imports no torch."""
+"""Turns the config section `nccl` into environment variables for NCCL. Imports no torch."""
 
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -36,11 +36,11 @@ VARIABLES = {
 @check_names("nccl.")
 @dataclass(frozen=True)
 class NCCLOptions:
-    """Settings of NCCL. None leaves the choice to NCCL.
+    """Settings of NCCL; None leaves the choice to NCCL.
 
-    Variables and values are those of "Environment Variables" in the user guide of NCCL 2.30
-    (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; its source is docs/userguide/source/env.rst).
-    `algo` and `proto` are names, one or a list, or that page's own form: "^NVLS", "allreduce:Tree;broadcast:Ring".
+    Names and values follow "Environment Variables" in the user guide of NCCL 2.30
+    (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). `algo` and `proto` are one name, a list of names, or
+    that page's form: "^NVLS", "allreduce:Tree;broadcast:Ring".
     """
 
     net: str | None = None  # IB, Socket, or a plugin's name; NCCL then uses no other network
@@ -67,9 +67,8 @@ class NCCLOptions:
                 f"that makes {sockets} sockets per connection; NCCL has at most 64"
             )
         if (self.min_channels or 1) > (self.max_channels or 64):
-            raise ConfigError(
-                f"nccl.min_channels={self.min_channels}: must be at most nccl.max_channels={self.max_channels}"
-            )
+            most = f"nccl.max_channels={self.max_channels}"
+            raise ConfigError(f"nccl.min_channels={self.min_channels}: must be at most {most}")
         for key in ("net", "interface", "ib_hca"):
             value = getattr(self, key)
             if value is not None and (not value or " " in value):
@@ -84,7 +83,7 @@ class NCCLOptions:
             raise ConfigError("nccl.ib_disable=true: nccl.net=IB needs InfiniBand; set one of them to null")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables for the keys that are set."""
+        """Return the environment variables of the keys that are set."""
         values = {name: getattr(self, name) for name in VARIABLES}
         if self.buffer_mib is not None:
             values["buffer_mib"] = int(self.buffer_mib * 2**20)
@@ -103,7 +102,7 @@ def refuse_unknown(setting: str, name: str, names: tuple[str, ...]) -> None:
 
 
 def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
-    """Refuse any text but NAMES, or FUNCTION:NAMES;FUNCTION:NAMES;... NAMES may begin with ^, for all except those."""
+    """Refuse any text but NAMES, or FUNCTION:NAMES;FUNCTION:NAMES;... A leading ^ in NAMES means all except those."""
     for part in text.split(";"):
         function, colon, listed = part.rpartition(":")
         if colon:
@@ -121,13 +120,12 @@ def refuse_names(key: str, text: str, names: tuple[str, ...]) -> None:
 def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator[None]:
     """Set the variables for processes that start in this context, and for groups that first communicate in it.
 
-    `python -m trainer.main` runs in this context. A Trainer made in Python needs it:
+    The command does this. A Trainer made in Python needs it:
 
         with applied(NCCLOptions(interface="=eth0"), os.environ):
             Trainer(recipe, batch=64).fit()
 
-    Raises:
-        ConfigError: `environ` already has another value.
+    Raise ConfigError if `environ` already has another value.
     """
     variables = options.environment()
     for key, variable in VARIABLES.items():
@@ -146,13 +144,13 @@ def applied(options: NCCLOptions, environ: MutableMapping[str, str]) -> Iterator
 
 
 def interface(environ: Mapping[str, str]) -> str:
-    """Return NCCL_SOCKET_IFNAME if it names an interface of this host; empty for prefixes, lists and exclusions."""
+    """Return NCCL_SOCKET_IFNAME if it names one interface of this host; empty for prefixes, lists and exclusions."""
     name = environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
     return name if name in {known for _, known in socket.if_nameindex()} else ""
 
 
 def in_words(options: NCCLOptions, backend: str, world: int, environ: Mapping[str, str]) -> str:
-    """Describe NCCL's variables, from the config and the environment, in one line; empty if there are none."""
+    """Describe NCCL's variables, from the config and from the environment, in one line; empty if there are none."""
     variables = options.environment()
     own = " ".join(f"{name}={value}" for name, value in variables.items())
     if backend != "nccl" or world == 1:

@@ -1,4 +1,4 @@
-"""The phases of a step: functions that mark them, and the clock that splits this process's time among them."""
+"""The phases of a step: functions that mark them, and the clock that divides this process's time among them."""
 
 import time
 from collections.abc import Callable
@@ -27,35 +27,22 @@ class Phase(IntEnum):
 
 
 class Lap:
-    """A point in time.
-
-    Attributes:
-        seconds: Total seconds of each phase since the start of the clock; empty until the device has reached the lap.
-    """
+    """A point in time."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.seconds: list[float] = []  # of each phase since the clock started; empty until the device gets here
 
 
 class Listener(Protocol):
-    """Follows the phases of a clock. It is also called by the autograd thread of a device."""
+    """Follows the phases of a clock. Also called by the autograd thread of a device."""
 
-    def switch(self, phase: Phase) -> None:
-        """End the previous phase, and begin this one."""
-
-    def enter(self, phase: Phase) -> None:
-        """Enter a nested phase; the outer phase resumes when the call returns."""
-
-    def leave(self) -> None:
-        """Leave the innermost nested phase."""
+    def switch(self, phase: Phase) -> None: ...  # ends the current phase
+    def enter(self, phase: Phase) -> None: ...  # a nested phase, after which the outer one resumes
+    def leave(self) -> None: ...  # the innermost nested phase
 
 
 class Clock:
-    """Splits the time since its start among the phases. Every moment belongs to one phase, so the parts add up.
-
-    Args:
-        now: Returns seconds.
-    """
+    """Divides the time since its start among the phases. Every moment belongs to exactly one phase."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now, self.since, self.phase = now, now(), Phase.CALLBACKS
@@ -64,20 +51,16 @@ class Clock:
         self.listener: Listener | None = None
         self.thread = self.backward_thread = get_ident()  # a GPU's backward pass runs on autograd's own thread
 
-    def switch(self, phase: Phase, tell: bool = True) -> None:
-        """End the current phase and begin this one.
-
-        Args:
-            tell: Notify the listener as well.
-        """
+    def switch(self, phase: Phase, notify: bool = True) -> None:
+        """End the current phase and begin this one. `notify` calls the listener."""
         now = self.now()
         self.seconds[self.phase] += now - self.since
         self.since, self.phase = now, phase
-        if tell and self.listener is not None:
+        if notify and self.listener is not None:
             self.listener.switch(phase)
 
     def enters(self, phase: Phase) -> bool:
-        """Return whether a call of this phase counts: not inside itself, nor inside a phase that nothing interrupts.
+        """Return whether a call of this phase counts: not within itself, nor within a phase that nothing interrupts.
 
         Waits in other threads, such as those that reduce gradients, do not delay training.
         """
@@ -94,7 +77,7 @@ class Clock:
         self.switch(Phase.COMMUNICATION)
 
     def lap(self) -> Lap:
-        self.switch(self.phase, tell=False)
+        self.switch(self.phase, notify=False)
         lap = Lap()
         lap.seconds = self.seconds[:]
         return lap
@@ -104,8 +87,6 @@ class Clock:
 
 
 class Running:
-    """The clock of this process, or one clock per thread if several threads train."""
-
     __slots__ = ("clock",)
 
     def __init__(self) -> None:
@@ -122,16 +103,12 @@ def marker() -> Callable[[Phase], None] | None:
 
 
 def switch(phase: Phase) -> None:
-    """Begin a phase if a clock is running."""
     if mark := marker():
         mark(phase)
 
 
 def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function so that its calls count as a phase, after which the outer phase resumes.
-
-    Nested calls of the same phase count once.
-    """
+    """Decorate a function so that its calls count as a phase, after which the outer phase resumes."""
 
     def decorate(call: Callable[P, R]) -> Callable[P, R]:
         @wraps(call, updated=())
@@ -140,7 +117,7 @@ def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if clock is None or not clock.enters(phase):
                 return call(*args, **kwargs)
             before, listener = clock.phase, clock.listener
-            clock.switch(phase, tell=False)
+            clock.switch(phase, notify=False)
             if listener is not None:
                 listener.enter(phase)
             try:
@@ -148,7 +125,7 @@ def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
             finally:
                 if listener is not None:
                     listener.leave()
-                clock.switch(before, tell=False)
+                clock.switch(before, notify=False)
 
         return run
 
@@ -158,8 +135,8 @@ def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def ends_with_wait(loss: Tensor) -> None:
     """Count the time after the last gradient of the backward pass of `loss` as communication.
 
-    The autograd engine runs callbacks in the order in which they were queued. A strategy queues its wait when the first
-    gradient is ready, so a callback that the loss queued earlier runs before that wait.
+    Autograd runs callbacks in the order in which they were queued. A strategy queues its wait when the first gradient
+    is ready, so a callback that the loss queues runs before that wait.
     """
     clock = running.clock
     if clock is not None and clock.thread == get_ident():

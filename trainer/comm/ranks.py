@@ -27,14 +27,14 @@ from trainer.timeouts import START_S, STILL
 
 LENGTH, BLOCK = 8, 1024  # bytes: the length prefix of a gathered value, and the first collective of a gather
 RING = 32  # most ranks for which gloo's ring collectives are used: 62 hops of 50 us hide behind a forward pass
-COLLECTIVES = 2000  # number of recent collectives that are recorded for `Ranks.note_failure`
+COLLECTIVES = 2000  # recent collectives that are recorded for `Ranks.note_failure`
 GLOO = ("gloo/transport", "caused pair closure")  # every error of a gloo collective contains one of these
 MET: dict[str, tuple[dist.Store, int]] = {}  # meeting address -> the store, and how often ranks have met there
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # torch's flight recorders: gloo and, with CUDA, NCCL
 
 
 class Ranks:
-    """This process among its peers. With a single rank there are no groups, and every call returns at once.
+    """This process among its peers. On a single rank there are no groups, and every call returns at once.
 
     Small collectives use a gloo group on the CPU, so that a device never waits for them.
     """
@@ -62,10 +62,10 @@ class Ranks:
                 device_id=self.device if self.backend == "nccl" else None,
             )
         self.host = self.new_group("gloo")
-        self.patient = self.new_group("gloo", timedelta(days=30))
+        self.untimed = self.new_group("gloo", timedelta(days=30))
         if self.world > RING:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
-        dist.barrier(self.host)  # so that a rank that raises later doesn't cut off one that is still connecting
+        dist.barrier(self.host)  # otherwise a rank that raises soon could cut off one that is still connecting
 
     def gpus_hidden(self) -> bool:
         """Return whether srun shows each task only its own GPU, although NCCL connects several on this node."""
@@ -83,9 +83,9 @@ class Ranks:
         return dist.new_group(some, backend=self.backend, timeout=self.timeout)
 
     def set_timeout(self, seconds: float) -> None:
-        """Change the timeout of later collectives in the existing groups. `each` and `first` keep having none."""
+        """Change the timeout of later collectives in existing groups. `each` and `first` still have none."""
         for group in () if self.world == 1 else list(dist.distributed_c10d._world.pg_map):
-            if group is not self.patient:
+            if group is not self.untimed:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def new_groups(self, parts: list[list[int]]) -> dist.ProcessGroup:
@@ -95,13 +95,8 @@ class Ranks:
         return own
 
     def ranks_per_node(self, callback: str) -> int:
-        """Return how many ranks the launcher started on each node.
-
-        Args:
-            callback: Name of the calling callback, for errors.
-
-        Raises:
-            ConfigError: The number differs between nodes, or ranks are not numbered node by node.
+        """Return how many ranks the launcher started per node, which `callback` needs to be equal on all nodes. A
+        collective.
         """
         places = self.gather([self.place.local_rank, self.place.local_world])
         per_node = places[0][1]
@@ -114,13 +109,10 @@ class Ranks:
         return per_node
 
     def agree(self, values: tuple[int, ...], limit_s: float | None = None) -> Callable[[], tuple[int, ...]]:
-        """Start summing `values` over ranks, and return a function that waits for the sums.
+        """Start summing `values` over ranks, and return a function that waits for the sums, or raises after `limit_s`.
 
         The sum runs while the caller works. Up to `RING` ranks, gloo's thread takes 2 (N - 1) sequential hops. With
-        more ranks, a thread of ours takes log2 N rounds. At 50 us per hop, 1,000 ranks take 0.6 ms instead of 100 ms.
-
-        Args:
-            limit_s: Timeout of the wait, after which the ranks can't continue together. None: the group's timeout.
+        more ranks, a thread of ours takes log2 N rounds: 0.6 ms instead of 100 ms for 1,000 ranks at 50 us per hop.
         """
         if self.world == 1:
             return partial(tuple, values)
@@ -140,7 +132,7 @@ class Ranks:
     def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Gather a JSON value from each rank, in rank order, on all ranks.
 
-        The first collective sends `BLOCK` bytes: the length and, for most values, all of the value. A second one sends
+        The first collective sends `BLOCK` bytes: the length, and for most values the whole value. A second one sends
         the rest of longer values.
         """
         if self.world == 1:
@@ -156,7 +148,7 @@ class Ranks:
 
     def each(self, value: Any) -> list[Any]:
         """Gather like `gather`, but without a timeout, because rank 0 may have to prepare a corpus first."""
-        return self.gather(value, self.patient if self.world > 1 else None)
+        return self.gather(value, self.untimed if self.world > 1 else None)
 
     def first(self, value: Any) -> Any:
         """Return rank 0's JSON value on all ranks, without a timeout."""
@@ -171,11 +163,9 @@ class Ranks:
             with suppress(OSError, ValueError, KeyError):  # such an error would hide the failure
                 c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
                 traces = [json.loads(getattr(c10d, name, bytes)() or "{}") for name in RECORDERS]
-                entries = sorted(
-                    chain(*(trace.get("entries", ()) for trace in traces)), key=itemgetter("time_created_ns")
-                )
-                noted = json.dumps({**traces[0], "entries": entries})
-                (logs / f"collectives-rank{self.rank}.json").write_text(noted)
+                entries = chain(*(trace.get("entries", ()) for trace in traces))
+                noted = {**traces[0], "entries": sorted(entries, key=itemgetter("time_created_ns"))}
+                (logs / f"collectives-rank{self.rank}.json").write_text(json.dumps(noted))
 
     def leave(self) -> None:
         """Destroy the groups once all ranks have arrived. A collective.
@@ -199,7 +189,7 @@ def in_collective(error: BaseException) -> bool:
 
 
 def refuse_alone(place: Place) -> None:
-    """Raise ConfigError if RANK is set without a rendezvous address, which any launcher would also set."""
+    """Refuse RANK without a rendezvous address, which every launcher sets, and an invalid port."""
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if absent and place.launcher == "torchrun":
         raise ConfigError(
@@ -216,7 +206,7 @@ def refuse_alone(place: Place) -> None:
 def meeting(place: Place, timeout_s: float) -> Iterator[None]:
     """Raise UnavailableError if the ranks of a launcher don't meet at its address.
 
-    If another program listens there, torch waits for an answer without a limit, so this process is killed instead.
+    If another program listens there, torch waits for an answer without a limit, so a timer ends this process instead.
     """
     limit_s = max(STILL * timeout_s, START_S)
     silent = threading.Timer(limit_s, end_unmet, (place, limit_s))
@@ -234,12 +224,10 @@ def meeting(place: Place, timeout_s: float) -> Iterator[None]:
 
 
 def unmet(place: Place, seconds: float, reason: str) -> str:
-    """Return the message about ranks that did not meet."""
     address = " ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
     taken = "another program has this port; give a free MASTER_PORT to all of them"
-    way_out = taken if "EADDRINUSE" in reason else "start all of them, and let each reach this address"
-    what = f"rank {place.rank} did not meet all {place.world} ranks within {seconds:g} s ({reason})"
-    return f"{address}: {what}; {way_out}"
+    fix = taken if "EADDRINUSE" in reason else "start all of them, and let each reach this address"
+    return f"{address}: rank {place.rank} did not meet all {place.world} ranks within {seconds:g} s ({reason}); {fix}"
 
 
 def end_unmet(place: Place, seconds: float) -> None:
@@ -250,10 +238,10 @@ def end_unmet(place: Place, seconds: float) -> None:
 
 
 def meeting_place(place: Place) -> dist.Store | None:
-    """Return the store in which the ranks meet; None: torch makes one from MASTER_ADDR and MASTER_PORT.
+    """Return the store in which the ranks meet; None: torch creates one from MASTER_ADDR and MASTER_PORT.
 
-    When ranks meet again, as for a second Trainer, the old store still has the addresses of their ended groups. So they
-    meet under another prefix in it, because a new server at the same port might not be up yet.
+    If ranks meet again, as for a second Trainer, they use another prefix in the old store, which has the old groups'
+    addresses. A new server at the same port might not be up yet.
     """
     if (key := met_at(place)) in MET:
         store, times = MET[key]
@@ -268,7 +256,6 @@ def keep_store(place: Place) -> None:
 
 
 def met_at(place: Place) -> str:
-    """Return the key in `MET` of the ranks' store."""
     return place.store or ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
@@ -276,13 +263,9 @@ def padded(data: bytes, size: int) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
-def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, but: Container[str] = ()) -> None:
-    """Broadcast the buffers of the group's first rank, except those named in `but`, as DDP does in training.
-
-    Args:
-        group: None leaves the buffers unchanged.
-    """
-    share([buffer for name, buffer in module.named_buffers() if name not in but], group)
+def share_buffers(module: nn.Module, group: dist.ProcessGroup | None, except_for: Container[str] = ()) -> None:
+    """Broadcast the buffers of the group's first rank, except those named, as DDP does in training."""
+    share([buffer for name, buffer in module.named_buffers() if name not in except_for], group)
 
 
 def share(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -300,7 +283,7 @@ def add_up(word: Tensor, group: dist.ProcessGroup) -> Tensor:
     rank, power = group.rank(), 1 << group.size().bit_length() - 1
     more, other = group.size() - power, torch.empty_like(word)
 
-    def take(source: int) -> None:
+    def add_from(source: int) -> None:
         dist.recv(other, group=group, group_src=source)
         word.add_(other)
 
@@ -309,10 +292,10 @@ def add_up(word: Tensor, group: dist.ProcessGroup) -> Tensor:
         dist.recv(word, group=group, group_src=rank - power)
         return word
     if rank < more:
-        take(rank + power)
+        add_from(rank + power)
     for distance in (1 << k for k in range(power.bit_length() - 1)):
         sent = dist.isend(word.clone(), group=group, group_dst=rank ^ distance)
-        take(rank ^ distance)
+        add_from(rank ^ distance)
         assert sent is not None
         sent.wait()
     if rank < more:
@@ -323,8 +306,8 @@ def add_up(word: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather (n,) from each rank of `group` into (ranks, n) on all of them, on the host.
 
-    gloo's own all-gather takes N - 1 sequential hops. Above `RING` ranks, the rows of each rank double in each of
-    ceil(log2 N) rounds, for any N (Bruck et al. 1997, the concatenation algorithm). The bytes are the same.
+    gloo's all-gather takes N - 1 sequential hops. Above `RING` ranks, each rank's rows double in ceil(log2 N) rounds,
+    for any N (Bruck et al. 1997, the concatenation algorithm), with equally many bytes.
     """
     rank, world, count = group.rank(), group.size(), 1
     rows = own.new_empty(world, own.numel())

@@ -16,7 +16,7 @@ from trainer.comm.phases import Phase, during
 # Returns the mean over ranks of a flat tensor, in place or not: same shape and dtype. Blocking; `Background` runs it.
 Reduce = Callable[[Tensor, Bucket], Tensor]
 
-reducing: ContextVar[Bucket | None] = ContextVar("reducing", default=None)  # the bucket that this thread is reducing
+reducing: ContextVar[Bucket | None] = ContextVar("reducing", default=None)  # the bucket that this thread reduces
 
 
 # Older versions of torch have only the second names, about which newer ones warn.
@@ -31,8 +31,8 @@ def reduce_scatter(own: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Send sent[r] to rank r of the group, into its received[this rank]. For CPU tensors.
 
-    In gloo's own collectives a peer sends only after its own message has arrived. Unless all ranks started at the same
-    moment, the two directions of a link would be used in turns.
+    In gloo's own collectives, a peer sends only once a message has arrived. Unless all ranks start at the same moment,
+    the two directions of a link then take turns.
     """
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     received[own].copy_(sent[own])
@@ -93,8 +93,6 @@ class AllReduce:
 
 
 class Reduced(Future[Tensor]):
-    """The future of a call that `Background` runs."""
-
     event: Any = None  # recorded after the call on the stream
 
     @during(Phase.COMMUNICATION)
@@ -107,11 +105,11 @@ class Reduced(Future[Tensor]):
 
 
 class Background:
-    """Runs calls one by one, in order, in the background: on a thread (CPU) or a stream (CUDA)."""
+    """Runs calls one at a time, in order, in the background: on a thread (CPU) or a stream (CUDA)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # High priority, because peers wait for communication, and nobody waits for a single kernel of backward.
+        # High priority, because peers wait for communication, and nobody waits for a single kernel of a backward pass.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.failed: Exception | None = None
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce")
@@ -145,7 +143,6 @@ class Background:
 
 
 def _noted(call: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Run `call` with its bucket in `reducing`."""
     token = reducing.set(next((arg for arg in args if isinstance(arg, Bucket)), None))
     try:
         return call(*args)

@@ -1,4 +1,4 @@
-"""The slice that a rank has of a sharded tensor, a DTensor. DTensor's module is large, so it is not imported here."""
+"""A rank's slice of a sharded tensor (DTensor). The module of DTensor is large, so it is not imported here."""
 
 from typing import Any, NamedTuple
 
@@ -8,14 +8,13 @@ from trainer.errors import ConfigError
 
 
 class Slice(NamedTuple):
-    """Indices `start` to `stop` along one dimension of a tensor. A tensor without dimensions has one index."""
+    """Indices `start` to `stop` along one dimension of a tensor. A zero-dimensional tensor has one index."""
 
     dimension: int
     start: int
     stop: int
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a view of this slice of a tensor."""
         return whole.narrow(self.dimension, self.start, self.stop - self.start) if whole.dim() else whole
 
 
@@ -36,11 +35,7 @@ def span(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def own_slice(tensor: Any, name: str = "") -> Slice:
-    """Return this rank's slice of a sharded tensor, or all of a replicated one.
-
-    Raises:
-        ConfigError: The tensor `name` is sharded along several dimensions, or a rank has no slice of it.
-    """
+    """Return this rank's slice of a sharded tensor, or all of a replicated one. `name` is for errors."""
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     cut = [(i, placement) for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if not cut:

@@ -9,7 +9,7 @@ from trainer.comm.reduce import AllReduce, Reduce, all_gather, reduce_scatter
 
 
 class TwoLevel:
-    """The mean over all ranks. `inside` is the group of this node; `across` reduces this rank's shard."""
+    """The mean over all ranks. `inside` is this node's group; `across` reduces this rank's shard."""
 
     def __init__(self, inside: dist.ProcessGroup, across: AllReduce) -> None:
         self.inside, self.per_node, self.local_rank = inside, inside.size(), inside.rank()
@@ -17,7 +17,7 @@ class TwoLevel:
         self.across: Reduce = across
 
     def own(self, bucket: Bucket) -> Bucket:
-        """Return the shard that this rank sends across; empty for some ranks if there are fewer elements than ranks."""
+        """Return the shard that this rank sends across; empty on some ranks if there are fewer elements than ranks."""
         size = -(-bucket.numel() // self.per_node)
         return bucket.cut(self.local_rank * size, (self.local_rank + 1) * size)
 

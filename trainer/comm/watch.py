@@ -1,4 +1,4 @@
-"""Wraps the communicating functions of torch.distributed in listeners, and shows each collective to observers.
+"""Wraps torch.distributed's communicating functions in listeners, and reports each collective to observers.
 
 No other module replaces these functions. Without a listener they are torch's own.
 """
@@ -17,53 +17,26 @@ from torch import Tensor
 from trainer.comm.bucket import Bucket
 from trainer.comm.reduce import AllReduce, reducing
 
-Read = Callable[..., tuple[Any, Any, bool]]  # maps a function's arguments to its tensors, group and whether it is async
-Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # takes a name and its function; returns another, or it
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # a function's name, the function -> itself or a wrapper
 
-# Functions of torch.distributed: the collective, and a function with the same parameter names. Older versions of torch
-# lack some. Receives are not shown, because another rank's send is.
-FUNCTIONS: dict[str, tuple[str, Read]] = {
-    "all_reduce": ("all_reduce", lambda tensor, op=None, group=None, async_op=False, **_: (tensor, group, async_op)),
-    "broadcast": (
-        "broadcast",
-        lambda tensor, src=None, group=None, async_op=False, group_src=None, **_: (tensor, group, async_op),
-    ),
-    "_broadcast_coalesced": (
-        "broadcast",
-        lambda process_group, tensors, buffer_size, src=0: (tensors, process_group, False),
-    ),
-    "all_gather": (
-        "all_gather",
-        lambda tensor_list, tensor, group=None, async_op=False, **_: (tensor_list, group, async_op),
-    ),
-    "reduce_scatter": (
-        "reduce_scatter",
-        lambda output, input_list, op=None, group=None, async_op=False, **_: (input_list, group, async_op),
-    ),
-    "all_to_all_single": (
-        "all_to_all",
-        lambda output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False, **_: (
-            (input, group, async_op)
-        ),
-    ),
-    "send": ("send", lambda tensor, dst=None, group=None, *_, **__: (tensor, group, False)),
-    "isend": ("send", lambda tensor, dst=None, group=None, *_, **__: (tensor, group, True)),
+# For each function of torch.distributed: the collective, the parameter with its tensors, and all parameters in order.
+# Older versions of torch lack some functions. Receives are not reported, because another rank's send is.
+FUNCTIONS: dict[str, tuple[str, str, str]] = {
+    "all_reduce": ("all_reduce", "tensor", "tensor op group async_op"),
+    "broadcast": ("broadcast", "tensor", "tensor src group async_op"),
+    "_broadcast_coalesced": ("broadcast", "tensors", "process_group tensors"),
+    "all_gather": ("all_gather", "tensor_list", "tensor_list tensor group async_op"),
+    "all_gather_single": ("all_gather", "output_tensor", "output_tensor input_tensor group async_op"),
+    "all_gather_into_tensor": ("all_gather", "output_tensor", "output_tensor input_tensor group async_op"),
+    "reduce_scatter": ("reduce_scatter", "input_list", "output input_list op group async_op"),
+    "reduce_scatter_single": ("reduce_scatter", "input", "output input op group async_op"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input", "output input op group async_op"),
+    "all_to_all_single": ("all_to_all", "input", "output input output_split_sizes input_split_sizes group async_op"),
+    "send": ("send", "tensor", "tensor dst group"),
+    "isend": ("send", "tensor", "tensor dst group"),
 }
-for _name in ("all_gather_single", "all_gather_into_tensor"):
-    FUNCTIONS[_name] = (
-        "all_gather",
-        lambda output_tensor, input_tensor, group=None, async_op=False, **_: (output_tensor, group, async_op),
-    )
-for _name in ("reduce_scatter_single", "reduce_scatter_tensor"):
-    FUNCTIONS[_name] = (
-        "reduce_scatter",
-        lambda output, input, op=None, group=None, async_op=False, **_: (input, group, async_op),
-    )
 # On a CPU these consist of messages between two ranks.
-METHODS: dict[str, tuple[str, Read]] = {
-    "gather": ("all_gather", lambda self, own: ([own] * self.size, self.group, False)),
-    "swap": ("all_to_all", lambda self, rows: (rows, self.group, False)),
-}
+METHODS = {"gather": ("all_gather", "own", "self own"), "swap": ("all_to_all", "rows", "self rows")}
 
 # The functions that listeners may wrap: each name with the classes and modules that define it.
 PLACES: dict[str, tuple[Any, ...]] = {
@@ -76,10 +49,10 @@ _listeners: list[Wrap] = []  # in the order in which they were added; the first 
 _originals: dict[tuple[Any, str], Any] = {}  # while there is a listener
 
 
-def listen(listener: Wrap, undo: ExitStack) -> None:
-    """Wrap each function by `listener` until `undo` closes. A listener that is already active is counted once more."""
+def listen(listener: Wrap, stack: ExitStack) -> None:
+    """Wrap each function by `listener` until `stack` closes. Adding an active listener again only counts it."""
     _listeners.append(listener)
-    undo.callback(_leave, listener)
+    stack.callback(_leave, listener)
     if not _originals:
         places = ((owner, name) for name, owners in PLACES.items() for owner in owners if hasattr(owner, name))
         _originals.update({(owner, name): getattr(owner, name) for owner, name in places})
@@ -94,7 +67,6 @@ def _leave(listener: Wrap) -> None:
 
 
 def _arrange() -> None:
-    """Install each function with the current listeners."""
     wrapped: dict[tuple[str, int], Any] = {}
     for (owner, name), original in _originals.items():
         key = name, id(original)  # torch compares functions of two modules by identity
@@ -105,28 +77,23 @@ def _arrange() -> None:
         setattr(owner, name, wrapped[key])
 
 
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # this thread is inside a call that is already shown
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether this thread is in a call that is reported
 
 
 class Call:
-    """A collective of this rank, from its call to its end.
-
-    Attributes:
-        bytes: As nccl-tests counts them.
-        bucket: The bucket whose reduction made the call; None for any other call.
-        waits: Whether the call itself waits, so that its end is known. An asynchronous call ends elsewhere.
-    """
+    """A collective of this rank, from its call to its end."""
 
     def __init__(self, collective: str, tensors: Tensor | Sequence[Tensor], group: Any, asynchronous: bool) -> None:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        self.collective, self.bytes = collective, sum(tensor.nbytes for tensor in tensors)
+        self.collective = collective
+        self.bytes = sum(tensor.nbytes for tensor in tensors)  # as nccl-tests counts them
         self.group: Any = group or dist.group.WORLD
-        self.bucket: Bucket | None = reducing.get()
-        self.waits = not asynchronous
+        self.bucket: Bucket | None = reducing.get()  # whose reduction made the call, if any
+        self.waits = not asynchronous  # so that the end is known; an asynchronous call ends elsewhere
         cuda = self.waits and tensors and tensors[0].is_cuda
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
         for event in self.events[:1]:
-            event.record()  # on the stream that the collective synchronises with
+            event.record()  # on the stream with which the collective synchronises
         self.began, self.took = time.perf_counter(), 0.0
 
     def end(self) -> None:
@@ -147,11 +114,11 @@ class Call:
 def watched(observe: Callable[[Call], None]) -> Iterator[None]:
     """Call `observe` after each collective of this process, in the calling thread.
 
-    Collectives that C++ issues by itself, in DDP's own reducer or in compiled graphs, are not shown. Neither are calls
-    with a group that this rank is not in, since torch does nothing then.
+    Collectives issued by C++ alone, as in DDP's own reducer or in compiled graphs, are not reported. Neither are calls
+    with a group that excludes this rank, for which torch does nothing.
     """
-    with ExitStack() as undo:
-        listen(partial(_shown, observe), undo)
+    with ExitStack() as stack:
+        listen(partial(_shown, observe), stack)
         yield
 
 
@@ -159,16 +126,21 @@ def _shown(observe: Callable[[Call], None], name: str, function: Callable[..., A
     found = FUNCTIONS.get(name) or METHODS.get(name)
     if found is None:
         return function
-    collective, read = found
+    collective, tensors, text = found
+    names = text.split()
 
     @wraps(function)
     def shown(*args: Any, **kwargs: Any) -> Any:
         if _inside.get():
             return function(*args, **kwargs)
-        tensors, group, asynchronous = read(*args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        group = given["self"].group if "self" in given else given.get("group") or given.get("process_group")
         if group == dist.GroupMember.NON_GROUP_MEMBER:
             return function(*args, **kwargs)
-        call, token = Call(collective, tensors, group, asynchronous), _inside.set(True)
+        call = Call(collective, given[tensors], group, name == "isend" or given.get("async_op", False))
+        if name == "gather":
+            call.bytes *= given["self"].size  # of all ranks
+        token = _inside.set(True)
         try:
             result = function(*args, **kwargs)
         finally:

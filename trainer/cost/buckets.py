@@ -14,24 +14,25 @@ TABLE = 8  # a matrix with so many times more rows than columns is a table: read
 
 
 def stretches(setup: Setup) -> list[tuple[Bucket, ...]]:
-    """Return the buckets, with neighbours together if there are more than `MOST`: an error of 1 / MOST of the wire."""
+    """Return the buckets in at most `MOST` groups of neighbours, which errs by at most 1 / MOST of the time on the
+    wire.
+    """
     buckets = lay_out(setup)
     each = -(-len(buckets) // MOST)
     return [buckets[i : i + each] for i in range(0, len(buckets), each)]
 
 
 def joined(buckets: Sequence[Bucket]) -> Bucket:
-    """Return buckets as one."""
     shapes = tuple(shape for bucket in buckets for shape in bucket.shapes)
     sums = sum(bucket.elements for bucket in buckets), sum(bucket.share for bucket in buckets)
     return Bucket(shapes, *sums, min(bucket.first for bucket in buckets))
 
 
 def limits(setup: Setup) -> list[float]:
-    """Return the sizes of buckets in MiB, in the order of reduction; the last holds for all further buckets."""
+    """Return the bucket sizes in MiB in the order of reduction; the last one applies to all further buckets."""
     for cost in setup.costs.values():
-        if mibs := cost.bucket_mibs(setup):
-            return list(mibs)
+        if cost.bucket_mibs:
+            return list(cost.bucket_mibs)
     if (mib := setup.settings.get("trainer.ddp.bucket_mib")) is not None:
         return [mib]
     defaults = filter(None, (cost.default_mibs(setup) for cost in setup.costs.values()))
@@ -39,13 +40,13 @@ def limits(setup: Setup) -> list[float]:
 
 
 def shapes_of(setup: Setup) -> Shapes:
-    """Return the parameters' shapes; squares if they are not known."""
+    """Return the parameters' shapes; square matrices if they are unknown."""
     workload = setup.workload
     return workload.shapes or tuple((max(1, round(n**0.5)),) * 2 if n > 4096 else (n,) for n in workload.parameters)
 
 
 def shares(setup: Setup) -> list[float]:
-    """Return each parameter's share of the passes: measured, or that of its elements without tables and vectors."""
+    """Return each parameter's share of the passes: as measured, or its share of the elements in non-table matrices."""
     workload, shapes = setup.workload, shapes_of(setup)
     if workload.compute:
         total = sum(workload.compute)
@@ -69,7 +70,7 @@ def fill(
     sizes: tuple[float, ...], parameters: tuple[int, ...], shapes: Shapes, share: tuple[float, ...],
     own: tuple[int, ...],
 ) -> tuple[Bucket, ...]:  # fmt: skip
-    """Fill buckets of `sizes` MiB with the parameters of the indices `own`."""
+    """Fill buckets of `sizes` MiB with the parameters whose indices are in `own`."""
     all_shares = sum(share[i] for i in own)
     buckets: list[Bucket] = []
     held: list[int] = []

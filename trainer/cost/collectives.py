@@ -1,15 +1,10 @@
-"""The time of a collective: latency and bandwidth of a ring, a double tree and two levels.
+"""The time of a collective, from latency and bandwidth: ring, double tree, and two levels.
 
-With a latency of a for each round, b bytes a second and N ranks, a ring all-reduces n bytes in
-`2 (N - 1) a + 2 (N - 1) / N n / b` seconds. Its second term is the least that any algorithm takes (Patarasuk and Yuan
-2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
-
-Ring all-gather and reduce-scatter take half of both terms. The sources are Thakur et al. 2005, "Optimization of
-collective communication operations in MPICH", and Chan et al. 2007, "Collective communication: theory, practice, and
-experience".
-
-Two trees that share the ranks take `2 log2(N)` rounds and have nearly full bandwidth. The source is Sanders et al.
-2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
+With latency a per round, bandwidth b and N ranks, a ring all-reduces n bytes in `2 (N - 1) a + 2 (N - 1) / N n / b`
+seconds. The second term is a lower bound for every algorithm (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations"). A ring all-gather or reduce-scatter takes half of both terms (Thakur et al.
+2005; Chan et al. 2007). A double tree takes `2 log2(N)` rounds at nearly full bandwidth (Sanders et al. 2009, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan").
 """
 
 import math
@@ -21,7 +16,7 @@ from trainer.cost.messages import Message
 
 
 class Group(NamedTuple):
-    """Ranks that reduce together: as many on each of `nodes` nodes."""
+    """Ranks that reduce together, with equally many on each of `nodes` nodes."""
 
     nodes: int
     per_node: int
@@ -32,29 +27,27 @@ class Group(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Seconds on the wire, and the processor seconds of a rank meanwhile."""
+    """Seconds on the wire, and CPU seconds that a rank spends on it."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
 
     def alone_s(self, cores: float) -> float:
-        """Return the seconds if a rank only waits: its `cores` may be what limits it."""
+        """Return the seconds if nothing overlaps, in which case the rank's `cores` may be the bottleneck."""
         return max(self.seconds, self.cpu_s / cores)
 
 
 def of_ranks(ranks: int, machine: Machine) -> Group:
-    """Return the group of neighbouring ranks; the last node counts as full."""
+    """Return the group of `ranks` neighbours; the last node counts as full."""
     per_node = min(ranks, machine.ranks_per_node)
     return Group(-(-ranks // per_node), per_node)
 
 
 def time(message: Message, group: Group, machine: Machine, algorithm: str = "ring", library: bool = False) -> Wire:
-    """Return the time of a collective. Each part of the tensor passes the hops of a ring in sequence.
+    """Return the time of a collective.
 
-    Args:
-        algorithm: "ring" or "tree", of an all_reduce.
-        library: The all_gather or reduce_scatter is the library's own, with the share of the rate that was measured.
-            Codecs and owners exchange their messages from rank to rank, at the whole rate.
+    `library` uses the measured rates of the library's own all_gather and reduce_scatter. Codecs and owners exchange
+    messages rank by rank instead, at the full rate.
     """
     if group.ranks < 2 or not message.size:
         return Wire()
@@ -72,11 +65,11 @@ def time(message: Message, group: Group, machine: Machine, algorithm: str = "rin
 
 
 def bandwidth(collective: str, group: Group, machine: Machine) -> float:
-    """Return the bytes that a rank sends in a second.
+    """Return the bytes per second that a rank sends.
 
-    A ring crosses each node's boundary once, so it gets the `across` bandwidth of all ranks of the node together. This
-    is true of one ring on a shared interface, and of NCCL's rings, one per network card. In an all-to-all each rank
-    gets only its own share.
+    A ring crosses each node's boundary once, so it has the `across` bandwidth of all the node's ranks together. This
+    holds for one ring on a shared interface, and for NCCL's rings with one network card each. In an all-to-all, each
+    rank has only its own share.
     """
     if group.nodes == 1:
         return machine.inside.bytes_per_s
@@ -87,7 +80,7 @@ def bandwidth(collective: str, group: Group, machine: Machine) -> float:
 
 
 def two_levels(size: float, group: Group, machine: Machine, across: list[Message], algorithm: str = "ring") -> Wire:
-    """Return the time of `hierarchical`: reduce-scatter on a node, `across` between nodes, all-gather on the node."""
+    """Return the time of a reduce-scatter on each node, `across` between nodes, and an all-gather on each node."""
     inside, between = Group(1, group.per_node), Group(group.nodes, 1)
     steps = [time(Message(name, size), inside, machine, library=True) for name in ("reduce_scatter", "all_gather")]
     steps += [time(message, between, machine, algorithm) for message in across]
@@ -95,6 +88,5 @@ def two_levels(size: float, group: Group, machine: Machine, across: list[Message
 
 
 def add(wires: Iterable[Wire]) -> Wire:
-    """Return the total time of sequential collectives."""
-    each = list(wires)
-    return Wire(sum(wire.seconds for wire in each), sum(wire.cpu_s for wire in each))
+    wires = list(wires)
+    return Wire(sum(wire.seconds for wire in wires), sum(wire.cpu_s for wire in wires))

@@ -1,4 +1,4 @@
-"""Describes what a step costs on this machine: links, codecs, cores, memory and disk, as the bench measures them."""
+"""The performance of this machine's links, codecs, cores, memory and disk, as measured by the bench."""
 
 import math
 from collections.abc import Mapping
@@ -8,28 +8,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network, as one rank uses it each way while the other ranks of its node do the same.
+    """One level of the network, as one rank uses it in each direction while its node's other ranks do the same."""
 
-    Attributes:
-        latency_s: Seconds of an empty message.
-        bytes_per_s: Rate of a long message; infinite if there is no such link.
-        cpu_s_per_byte: CPU seconds of all threads of a rank, for each byte that it sends and each that it receives.
-        all_gather, reduce_scatter: Rates of the library's collectives, as shares of `bytes_per_s`, the all-reduce's.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-    cpu_s_per_byte: float
-    all_gather: float = 1.0
-    reduce_scatter: float = 1.0
+    latency_s: float  # of an empty message
+    bytes_per_s: float  # of a long message; infinite if there is no such link
+    cpu_s_per_byte: float  # over all of a rank's threads, per byte sent and per byte received
+    all_gather: float = 1.0  # the rate of the library's collective, relative to its all-reduce's, `bytes_per_s`
+    reduce_scatter: float = 1.0  # likewise
 
 
 @dataclass(frozen=True)
 class CodecCost:
-    """Seconds of one rank for each byte of float32 gradient: `encode + ranks * decode`.
+    """Seconds of one rank per byte of float32 gradient: `encode + payloads * decode`.
 
-    A codec that gathers decodes the payload of each rank. The others decode once for any number of ranks, and that is
-    part of `encode_s_per_byte`.
+    Codecs that gather decode each rank's payload. For all others, decoding is part of `encode_s_per_byte`.
     """
 
     encode_s_per_byte: float
@@ -38,29 +30,19 @@ class CodecCost:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a run.
-
-    Attributes:
-        cores_per_rank: CPU cores that a rank has for itself; ranks that share cores have a part of each.
-        inside, across: Links between the ranks of a node, and between nodes.
-        memory_bytes: Memory of a rank's device; None if unknown.
-        disk_bytes_per_s: Rate of writing, including the sync to disk.
-        background: The library's collectives overlap with the passes, like NCCL's. gloo's block the computing thread.
-    """
-
     ranks: int
     ranks_per_node: int
-    cores_per_rank: float
-    inside: Link
-    across: Link
+    cores_per_rank: float  # a fraction if ranks share cores
+    inside: Link  # between the ranks of a node
+    across: Link  # between nodes
     codecs: Mapping[str, CodecCost]
-    memory_bytes: float | None
-    disk_bytes_per_s: float
-    background: bool = True
+    memory_bytes: float | None  # of a rank's device; None if unknown
+    disk_bytes_per_s: float  # write rate, including the sync to disk
+    background: bool = True  # collectives overlap with the passes, as NCCL's do; gloo's block the computing thread
 
 
 def to_json(machine: Machine) -> dict[str, Any]:
-    """Return the machine as JSON values; null stands for an infinite rate."""
+    """Return the machine as JSON values; null is an infinite rate."""
     found = asdict(machine)
     for link in (found["inside"], found["across"]):
         link["bytes_per_s"] = None if math.isinf(link["bytes_per_s"]) else link["bytes_per_s"]

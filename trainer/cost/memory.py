@@ -1,18 +1,17 @@
-"""The bytes of a rank: parameters, gradients, optimizer state, activations, and what callbacks keep.
-
-The cards of the callbacks have the formulas; `tests/callbacks` count most of them on real ranks.
+"""Predicts a rank's memory. The formulas are in the callbacks' cards; `tests/callbacks` checks most of them on real
+ranks.
 """
 
 from trainer.cost.setup import Held, Setup
 
 
 def predict_memory(setup: Setup) -> float:
-    """Return the bytes of a rank at the peak of a step, without what torch and kernels take for themselves."""
+    """Return a rank's peak bytes during a step, without the overhead of torch and of kernels."""
     return sum(held(setup)) + activations(setup)
 
 
 def held(setup: Setup) -> Held:
-    """Return the bytes that a rank holds in every step: DDP's, changed by each callback."""
+    """Return the bytes that a rank holds throughout: those of DDP, as changed by each callback."""
     size, buckets = setup.gradient_bytes, setup.gradient_bytes * (setup.data_ranks > 1 and setup.copies)
     found = Held(size, size, buckets, setup.optimizer_bytes * setup.stepped)
     for cost in setup.costs.values():
@@ -23,6 +22,6 @@ def held(setup: Setup) -> Held:
 
 
 def activations(setup: Setup) -> float:
-    """Return the bytes that autograd keeps of the micro-batches that wait for their backward pass."""
+    """Return the bytes that autograd saves for all micro-batches in flight."""
     in_flight = max((cost.in_flight(setup) for cost in setup.costs.values()), default=1)
     return setup.workload.activation_bytes * setup.micro * setup.keeps * in_flight / setup.stages

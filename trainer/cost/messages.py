@@ -8,22 +8,20 @@ Shapes = Sequence[tuple[int, ...]]  # of a bucket's parameters
 
 
 class Message(NamedTuple):
-    """A collective. `size` is in bytes, as nccl-tests counts them.
-
-    For `all_reduce` that is the tensor; for `all_gather`, `reduce_scatter` and `all_to_all` all ranks' parts together.
+    """A collective. `size` is in bytes as nccl-tests counts them: the tensor for `all_reduce`, else all ranks' parts
+    together.
     """
 
     collective: str
     size: float
 
     def sent(self, ranks: int) -> float:
-        """Return the bytes that each rank sends: a lower bound, which rings reach (Chan et al. 2007)."""
+        """Return the bytes that each rank sends: a lower bound, which rings attain (Chan et al. 2007)."""
         passes = 2 if self.collective == "all_reduce" else 1
         return passes * (ranks - 1) / ranks * self.size
 
 
 def sent(messages: Iterable[Message], ranks: int) -> float:
-    """Return the bytes that each rank sends."""
     return sum(message.sent(ranks) for message in messages)
 
 
@@ -32,5 +30,5 @@ def elements(shapes: Shapes) -> int:
 
 
 def plain(shapes: Shapes) -> list[Message]:
-    """Return the all-reduce of a bucket in float32."""
+    """Return the float32 all-reduce of a bucket."""
     return [Message("all_reduce", 4 * elements(shapes))]

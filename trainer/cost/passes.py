@@ -9,7 +9,7 @@ from trainer.cost.simulate import Job, Task, simulate
 
 
 def passes(setup: Setup) -> Passes:
-    """Return the seconds of the passes of the slowest rank; a forward pass has a third of `Workload.pass_s`."""
+    """Return the slowest rank's times; a forward pass takes a third of `Workload.pass_s`."""
     workload, share, again, split = setup.workload, setup.stage_share, setup.recomputed, setup.backward_factor
     stepped = setup.stepped * setup.gradient_bytes / (4 * sum(workload.parameters))
     forward_s, start_s = workload.forward_s * share, workload.pass_s * share / 3
@@ -26,7 +26,7 @@ def passes(setup: Setup) -> Passes:
 
 
 def ddp(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float:
-    """Return the seconds from the first forward pass to the last gradient, with each bucket sent when it is full."""
+    """Return the seconds from the first forward pass to the last gradient if each bucket is sent once it is full."""
     copy, cores = copying(setup), setup.machine.cores_per_rank
     tasks = [Task(run.before_s + run.forward_s)]
     for number, bucket in enumerate(buckets):
@@ -38,7 +38,7 @@ def ddp(setup: Setup, run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job
 
 
 def in_step(setup: Setup, run: Passes, codec: bool) -> float:
-    """Return the seconds of passes, reduction and optimizer, with or without the codec's work."""
+    """Return the seconds of passes, reduction and optimizer. `codec` includes the codec's work."""
     parts = stretches(setup)
     buckets = [joined(part) for part in parts]
     jobs = [total(reduce(setup, bucket) for bucket in part).job(codec) for part in parts]

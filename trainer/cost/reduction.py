@@ -1,4 +1,4 @@
-"""The reduction of a bucket on a rank: what its codec computes, what is sent, on which levels."""
+"""The reduction of a bucket: what the codec computes, and what is sent on which level."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from trainer.cost.simulate import Job, Phase
 
 
 class Reduction(NamedTuple):
-    """The reduction of some gradients. Codec seconds are the processor's."""
+    """The reduction of one or more buckets. Codec seconds are CPU time."""
 
     encode_s: float
     wire: Wire
@@ -20,21 +20,19 @@ class Reduction(NamedTuple):
     sent_bytes: float
 
     def job(self, codec: bool = True) -> Job:
-        """Return the job, with or without the codec's work."""
         cores = min(1.0, self.wire.cpu_s / self.wire.seconds) if self.wire.seconds else 0.0
         seconds = (self.encode_s * codec, 1.0), (self.wire.seconds, cores), (self.decode_s * codec, 1.0)
         return Job(tuple(Phase(*each) for each in seconds))
 
 
 def total(reductions: Iterable[Reduction]) -> Reduction:
-    """Return reductions one after another."""
+    """Return the sum of sequential reductions."""
     each = list(reductions)
     encode_s, decode_s = (sum(getattr(one, name) for one in each) for name in ("encode_s", "decode_s"))
     return Reduction(encode_s, add(one.wire for one in each), decode_s, sum(one.sent_bytes for one in each))
 
 
 def reduce(setup: Setup, bucket: Bucket) -> Reduction:
-    """Return the reduction of a bucket over the ranks with different data."""
     group = setup.group
     if setup.two_levels and group.nodes > 1 and group.per_node > 1:
         return in_two_levels(setup, bucket)
@@ -44,13 +42,12 @@ def reduce(setup: Setup, bucket: Bucket) -> Reduction:
 
 
 def messages(setup: Setup, bucket: Bucket, ranks: int) -> list[Message]:
-    """Return the collectives of a bucket over so many payloads."""
     codec = setup.codec.codec
     return codec.messages(bucket.shapes, ranks) if codec else plain(bucket.shapes)
 
 
 def in_two_levels(setup: Setup, bucket: Bucket) -> Reduction:
-    """Return a reduction inside nodes and between them. A codec between nodes has a rank's share of the bucket."""
+    """Return a reduction in two levels. A codec between nodes encodes only the rank's share of the bucket."""
     group, between = setup.group, setup.codec.between_nodes
     whole = messages(setup, bucket, group.nodes)
     across = [Message(name, size / group.per_node) for name, size in whole]
@@ -62,7 +59,7 @@ def in_two_levels(setup: Setup, bucket: Bucket) -> Reduction:
 
 
 def with_codec(setup: Setup, size: float, ranks: int, wire: Wire, sent: float) -> Reduction:
-    """Return a reduction in which a codec encodes `size` bytes of float32, for the mean of `ranks` payloads."""
+    """Return a reduction whose codec encodes `size` bytes of float32, and averages `ranks` payloads."""
     codec, name = setup.codec.codec, setup.codec.codec_name
     if codec is None:
         return Reduction(0.0, wire, 0.0, sent)
@@ -71,11 +68,10 @@ def with_codec(setup: Setup, size: float, ranks: int, wire: Wire, sent: float) -
 
 
 def copying(setup: Setup) -> CodecCost:
-    """Return the cost of a gradient's way into a bucket and back."""
+    """Return the cost of copying a gradient into its bucket and back."""
     return setup.machine.codecs.get("none", NO_COST) if setup.copies else NO_COST
 
 
 def copies_s(setup: Setup, count: float) -> float:
-    """Return the seconds of `count` copies of all parameters."""
     own = copying(setup)
     return count * setup.gradient_bytes * (own.encode_s_per_byte + own.decode_s_per_byte) / 2

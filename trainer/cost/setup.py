@@ -1,4 +1,4 @@
-"""A run as the cost model sees it: the machine, the work of a sample, and what each callback changes."""
+"""A run as the cost model sees it: machine, workload, and the effect of each callback."""
 
 import functools
 import math
@@ -17,25 +17,17 @@ ALGORITHMS = {"Ring": "ring", "Tree": "tree", "allreduce:Ring": "ring", "allredu
 
 
 class Coded(Protocol):
-    """The part of a codec that the model needs; `trainer.comm.codecs.base.Codec` has it."""
+    """The part of `trainer.comm.codecs.base.Codec` that the model needs."""
 
     @property
-    def residual_copies(self) -> float:
-        """Return the copies of the gradients that stay in memory from step to step."""
-        ...
+    def residual_copies(self) -> float: ...  # copies of the gradients that stay in memory between steps
 
-    def messages(self, shapes: Shapes, ranks: int) -> list[Message]:
-        """Return the collectives that reduce a bucket of parameters of these shapes."""
-        ...
+    def messages(self, shapes: Shapes, ranks: int) -> list[Message]: ...  # that reduce a bucket of these shapes
 
-    def decodes(self, ranks: int) -> int:
-        """Return the number of payloads of a bucket's size that each rank decodes."""
-        ...
+    def decodes(self, ranks: int) -> int: ...  # the number of bucket-sized payloads that each rank decodes
 
 
 class Bucket(NamedTuple):
-    """Gradients that are reduced together."""
-
     shapes: Shapes
     elements: int
     share: float  # of the backward pass, since the bucket before was ready
@@ -43,7 +35,7 @@ class Bucket(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Seconds of the fullest rank's passes and optimizer in a step without communication."""
+    """Seconds that the busiest rank spends on passes and optimizer in a step without communication."""
 
     before_s: float  # all but the last micro-batch
     forward_s: float  # of the last micro-batch
@@ -56,14 +48,14 @@ class Passes(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step, from the first forward pass to the optimizer's end, and the bytes that a rank sends."""
+    """Seconds from the first forward pass to the end of the optimizer's step, and the bytes that a rank sends."""
 
     seconds: float
     sent_bytes: float
 
 
 class Held(NamedTuple):
-    """Bytes that a rank holds in every step, apart from activations."""
+    """Bytes that a rank holds in every step, without activations."""
 
     parameters: float
     gradients: float
@@ -74,107 +66,81 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """The change that a callback makes to the cost of a step; by default none.
+    """A callback's effect on the cost of a step; none by default.
 
-    A callback whose effect is a number sets an attribute. One with its own communication or schedule has a subclass in
-    its folder. `Callback.cost` returns the object.
-
-    Attributes:
-        left_out: The effect that the model leaves out, for `Prediction.unknown`.
-        stages: Ranks that read the same samples.
-        every: Steps between two synchronisations of the ranks.
-        codec: Encodes buckets.
-        codec_name: Name in `Machine.codecs` of the codec whose work the step has; empty without one.
-        between_nodes: The codec encodes between nodes alone.
-        two_levels: Buckets are reduced inside each node first.
-        recomputes: Share of the blocks' forward pass that runs again in the backward pass.
-        keeps: Share of the activations that stays in memory.
-        copies: Further copies of the parameters in memory.
-        ddp_buckets: The size of DDP's buckets matters.
-        checkpoint_parts: Each rank writes a part of a checkpoint.
+    If the effect is a number, the callback sets an attribute. If it has its own communication or schedule, it
+    subclasses this in its folder. `Callback.cost` returns the object.
     """
 
-    left_out: str = ""
-    stages: int = 1
-    every: int = 1
-    codec: Coded | None = None
-    codec_name: str = ""
-    between_nodes: bool = False
-    two_levels: bool = False
-    recomputes: float = 0.0
-    keeps: float = 1.0
-    copies: float = 0.0
-    ddp_buckets: bool = True
-    checkpoint_parts: bool = False
+    left_out: str = ""  # the effect that is not modelled, for `Prediction.unknown`
+    stages: int = 1  # ranks that read the same samples
+    every: int = 1  # steps between synchronisations of the ranks
+    codec: Coded | None = None  # encodes buckets
+    codec_name: str = ""  # key in `Machine.codecs` of the codec whose work the step includes; "" if none
+    between_nodes: bool = False  # the codec encodes only between nodes
+    two_levels: bool = False  # buckets are reduced within each node first
+    recomputes: float = 0.0  # fraction of the blocks' forward pass that is recomputed in the backward pass
+    keeps: float = 1.0  # fraction of the activations that stays in memory
+    backward_factor: float = 1.0  # by which backward passes take longer
+    copies: float = 0.0  # additional copies of the parameters in memory
+    bucket_mibs: tuple[float, ...] = ()  # in the order of reduction, the last for all further buckets; () if not set
+    ddp_buckets: bool = True  # DDP's bucket size has an effect
+    checkpoint_parts: bool = False  # each rank writes a part of a checkpoint
 
     def unknown(self, setup: "Setup") -> Sequence[str]:
-        """Return further lines for `Prediction.unknown`."""
+        """Return additional lines for `Prediction.unknown`."""
         return ()
 
     def choose(self, setup: "Setup") -> "Setup":
-        """Return the setup with what the callback chooses when a run starts, such as the micro-batch."""
+        """Return the setup with the values that the callback picks at the start, such as the micro-batch."""
         return setup
 
     def stage_parts(self, setup: "Setup") -> Sequence[Sequence[int]]:
-        """Return the parts of the model on each rank of a pipeline; nothing if they are not known."""
+        """Return which parts of the model each rank of a pipeline has; () if unknown."""
         return ()
 
-    def backward_factor(self) -> float:
-        """Return how many times as long a backward pass takes."""
-        return 1.0
-
     def row_ranks(self, setup: "Setup") -> int:
-        """Return the number of ranks that share each parameter's rows."""
+        """Return how many ranks share the rows of each parameter."""
         return 1
 
     def stepped(self, setup: "Setup") -> float:
-        """Return the share of the parameters that the fullest rank steps, and whose optimizer state it holds."""
+        """Return the largest fraction of the parameters that one rank steps and keeps optimizer state for."""
         return 1.0
 
     def in_flight(self, setup: "Setup") -> float:
-        """Return the number of micro-batches whose activations a rank holds."""
+        """Return for how many micro-batches a rank holds activations."""
         return 1
 
-    def bucket_mibs(self, setup: "Setup") -> Sequence[float]:
-        """Return the sizes of buckets in the order of reduction, the last for all further ones; () if not set."""
-        return ()
-
     def default_mibs(self, setup: "Setup") -> Sequence[float]:
-        """Return the sizes of buckets if neither a callback nor a setting gives them; () for DDP's own."""
+        """Return the bucket sizes if neither a callback nor a setting chooses them; () for DDP's own."""
         return ()
 
     def reduce_s(self, setup: "Setup", run: Passes, buckets: Sequence[Bucket], jobs: Sequence[Job]) -> float | None:
-        """Return the seconds of a step whose buckets are not reduced in DDP's way, with the optimizer's."""
+        """Return the seconds of a step, including the optimizer, if buckets are not reduced as DDP does."""
         return None
 
     def step(self, setup: "Setup", run: Passes, codec: bool) -> StepCost | None:
-        """Return the cost of a step that reduces no buckets in the backward pass, with or without a codec's work."""
+        """Return the cost of a step that reduces nothing in the backward pass. `codec` includes the codec's work."""
         return None
 
     def added(self, setup: "Setup", run: Passes) -> StepCost:
-        """Return what a step costs in addition."""
+        """Return the additional cost of a step."""
         return StepCost(0.0, 0.0)
 
     def hold(self, setup: "Setup", held: Held) -> Held:
-        """Return the bytes that a rank holds with this callback."""
         return held
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A machine, a workload and a choice of callbacks and settings.
-
-    Attributes:
-        costs: The cost of each callback that the model knows, by name.
-        unknown: Choices whose effect the model leaves out.
-    """
+    """A machine and a workload with the chosen callbacks and settings."""
 
     machine: Machine
     workload: Workload
     batch: int
-    costs: Mapping[str, Cost]
+    costs: Mapping[str, Cost]  # of the callbacks that are modelled, by name
     settings: Mapping[str, Any]
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # choices whose effect is not modelled
 
     @functools.cached_property
     def stages(self) -> int:
@@ -182,12 +148,11 @@ class Setup:
 
     @functools.cached_property
     def stage_parts(self) -> Sequence[Sequence[int]]:
-        """Return the parts of the model that each rank of a pipeline has; nothing if they are not known."""
         return next(filter(None, (cost.stage_parts(self) for cost in self.costs.values())), ())
 
     @functools.cached_property
     def stage_share(self) -> float:
-        """Return the share of the passes that the slowest rank of a pipeline has; even shares if none are measured."""
+        """The slowest pipeline rank's fraction of the passes; even fractions if nothing was measured."""
         parts = self.workload.parts
         loads = [sum(parts[i] for i in own) for own in self.stage_parts]
         return max(loads) / sum(parts) if loads else 1 / self.stages
@@ -198,29 +163,29 @@ class Setup:
 
     @property
     def group(self) -> Group:
-        """Return the ranks that average gradients: neighbours, also the replicas of a stage."""
+        """The ranks that average gradients, such as a stage's replicas; they are neighbours."""
         return of_ranks(self.data_ranks, self.machine)
 
     @property
     def samples(self) -> int:
-        """Return the samples of the fullest rank in a step."""
+        """Samples per step on the fullest rank."""
         return -(-self.batch // self.data_ranks)
 
     @property
     def micro(self) -> int:
-        """Return the samples of a micro-batch."""
+        """Samples per micro-batch."""
         if micro := self.settings.get("micro_batch"):
             return min(micro, self.samples)
         return -(-self.samples // (self.settings.get("accumulate") or 1))
 
     @property
     def passes(self) -> int:
-        """Return the micro-batches of a step."""
+        """Micro-batches per step."""
         return -(-self.samples // self.micro)
 
     @functools.cached_property
     def codec(self) -> Cost:
-        """Return the cost of the callback that encodes buckets; without one, buckets are sent as they are."""
+        """The cost of the callback that encodes buckets, or the default without one."""
         return next((cost for cost in self.costs.values() if cost.codec), Cost())
 
     @property
@@ -233,49 +198,43 @@ class Setup:
 
     @property
     def every(self) -> int:
-        """Return the steps between two synchronisations of the ranks."""
         return max((cost.every for cost in self.costs.values()), default=1)
 
     @property
     def recomputed(self) -> float:
-        """Return the share of the forward pass that runs again in the backward pass: of its blocks, if known."""
+        """Fraction of the forward pass that runs again in the backward pass; only of the blocks, if these are known."""
         share, parts = sum(cost.recomputes for cost in self.costs.values()), self.workload.parts
         return share * sum(parts[1:-1]) / sum(parts) if parts else share
 
     @property
     def keeps(self) -> float:
-        """Return the share of the activations that stays in memory."""
         return math.prod(cost.keeps for cost in self.costs.values())
 
     @property
     def backward_factor(self) -> float:
-        return math.prod(cost.backward_factor() for cost in self.costs.values())
+        return math.prod(cost.backward_factor for cost in self.costs.values())
 
     @property
     def algorithm(self) -> str:
-        """Return the algorithm of an all-reduce; a ring if nothing chooses another."""
         return ALGORITHMS.get(str(self.settings.get("nccl.algo")), "ring")
 
     @property
     def copies(self) -> bool:
-        """Return whether gradients are copied into buckets and back."""
+        """Whether gradients are copied into buckets and back."""
         return not self.settings.get("trainer.ddp.gradient_as_bucket_view")
 
     @functools.cached_property
     def row_ranks(self) -> int:
-        """Return the number of ranks that share each parameter's rows."""
         return max((cost.row_ranks(self) for cost in self.costs.values()), default=1)
 
     @functools.cached_property
     def stepped(self) -> float:
-        """Return the share of the parameters that the fullest rank steps, and whose optimizer state it holds."""
         return min((cost.stepped(self) for cost in self.costs.values()), default=1.0)
 
     @functools.cached_property
     def own(self) -> tuple[int, ...]:
-        """Return the indices of a rank's parameters: all, or those of the fullest rank of a pipeline.
-
-        Without measured parts, stages have even parts of the parameters.
+        """The indices of a rank's parameters; on a pipeline's fullest rank, which has an even part if nothing was
+        measured.
         """
         sizes, part_of = self.workload.parameters, self.workload.part_of
         if self.stage_parts and part_of:
@@ -289,11 +248,11 @@ class Setup:
 
     @property
     def gradient_bytes(self) -> float:
-        """Return the bytes of a rank's gradients, in float32."""
+        """Bytes of a rank's gradients in float32."""
         return 4 * sum(self.workload.parameters[i] for i in self.own)
 
     @property
     def optimizer_bytes(self) -> float:
-        """Return the bytes of a rank's optimizer state, before it is sharded."""
+        """Bytes of a rank's optimizer state before sharding."""
         share = self.gradient_bytes / (4 * sum(self.workload.parameters))
         return max(0.0, share * self.workload.state_bytes - 2 * self.gradient_bytes)

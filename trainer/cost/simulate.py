@@ -1,8 +1,8 @@
-"""Simulates a rank's step: one thread that computes, one link that carries jobs, and the cores that both need.
+"""Simulates a rank's step: one thread that computes, one link that carries jobs, and the cores that both use.
 
-A task is a stretch of computing. It may wait for jobs, and its end may start jobs. The link serves one started job at a
-time, the most urgent first, without preemption. Both progress continuously. A task takes one core, or less if the rank
-has less, and a phase of a job takes part of a core. When cores are short, task and phase share them, so both slow down.
+A task is a stretch of computation. It may wait for jobs, and may start jobs at its end. The link serves one job at a
+time, the most urgent first, without preemption. A task takes one core (less if the rank has less), and a phase of a job
+takes part of a core. If cores are short, both slow down.
 """
 
 import heapq
@@ -11,21 +11,19 @@ from typing import NamedTuple
 
 
 class Phase(NamedTuple):
-    """A part of a job: encoding and decoding take a whole core, the wire a part."""
+    """A part of a job. Encoding and decoding take a whole core, the wire takes part of one."""
 
     seconds: float  # alone
     cores: float  # that it takes then
 
 
 class Job(NamedTuple):
-    """The reduction of a bucket."""
-
     phases: tuple[Phase, ...]
     urgency: float = 0.0  # the smallest goes first
 
 
 class Task(NamedTuple):
-    """A stretch of computing, which takes `seconds` alone."""
+    """A stretch of computation, which takes `seconds` if nothing else runs."""
 
     seconds: float
     needs: tuple[int, ...] = ()  # jobs that must have ended before it begins
@@ -35,9 +33,7 @@ class Task(NamedTuple):
 def rates(cores: float, computing: bool, demand: float) -> tuple[float, float]:
     """Return the speeds of the task and of the phase, relative to running alone.
 
-    Args:
-        cores: The rank's cores; less than 1 if ranks share a core.
-        demand: Cores that the phase takes; 0 without a phase.
+    `demand` is the number of cores that the phase takes; 0 without a phase.
     """
     own = min(1.0, cores)
     if not computing:
@@ -47,11 +43,7 @@ def rates(cores: float, computing: bool, demand: float) -> tuple[float, float]:
 
 
 def simulate(tasks: Sequence[Task], jobs: Sequence[Job], cores: float) -> list[float]:
-    """Return the time at which each task ends.
-
-    Raises:
-        ValueError: A task needs a job that no task before it starts.
-    """
+    """Return the time at which each task ends. Raise ValueError if a task needs a job that no earlier task starts."""
     now, ends, done = 0.0, list[float](), set[int]()
     ready: list[tuple[float, int]] = []  # jobs that may begin, the most urgent first
     serving, phases = -1, list[Phase]()  # the job on the link, and what is left of it

@@ -1,30 +1,25 @@
-"""Knobs that a callback offers a search."""
+"""The variants of a callback that a search tries."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
 class Situation(NamedTuple):
-    """The run that is being searched.
-
-    Attributes:
-        blocks: The model's blocks, between which a pipeline may cut it; 0: unknown.
-        step: The step at which a trial begins.
-    """
+    """The run whose configuration is being searched."""
 
     ranks: int
     nodes: int
-    blocks: int
-    step: int
+    blocks: int  # between which a pipeline may cut the model; 0 if unknown
+    step: int  # at which a trial begins
 
     @property
     def two_levels(self) -> bool:
-        """Return whether there are several nodes, each with several ranks."""
+        """Whether there are several nodes with several ranks each."""
         return 1 < self.nodes < self.ranks
 
 
 class Variant(NamedTuple):
-    """Knobs of a callback, and the callbacks that are tried with it, with theirs."""
+    """Settings of a callback, and the callbacks to combine it with, with theirs."""
 
     knobs: Mapping[str, Any]
     others: Mapping[str, Mapping[str, Any]] = {}

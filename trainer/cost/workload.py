@@ -1,4 +1,4 @@
-"""A training step as the cost model sees it: the work of a sample, a choice of callbacks, and the prediction."""
+"""A training step as the cost model sees it: the work, the configuration, and the prediction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,10 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of one rank that does not depend on choices, measured without communication on the machine's cores.
-
-    The fields with a default improve the prediction, and may be left out.
-    """
+    """One rank's work in any configuration, measured without communication. Fields with a default are optional."""
 
     parameters: tuple[int, ...]  # elements of each, in the model's order
     forward_s: float  # a sample
@@ -33,9 +30,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Choice:
-    """Callbacks with the knobs that differ from their YAML, and dotted config keys with values.
-
-    The knobs of a callback from elsewhere have its `_target_`.
+    """Callbacks with the settings that differ from their YAML, and dotted config keys. A user's own callback has a
+    `_target_`.
     """
 
     callbacks: Mapping[str, Mapping[str, Any]]
@@ -48,7 +44,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of a step. `unknown` names the choices whose effect the model leaves out."""
+    """A predicted step. `unknown` names the choices whose effect is not modelled."""
 
     step_s: float
     parts: Mapping[str, float]  # data, compute, communication (exposed), codec, optimizer, other: sum to step_s

@@ -1,4 +1,4 @@
-"""AdamW whose moments have 8 bits: bitsandbytes' (Dettmers et al. 2021, arXiv:2110.02861)."""
+"""AdamW with 8-bit moments, from bitsandbytes (Dettmers et al. 2021, arXiv:2110.02861)."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ from trainer.optim.groups import refuse_rows
 
 @contextmanager
 def no_downloads() -> Iterator[None]:
-    """Hide the package `kernels`, with which the import would download a kernel for 4-bit inference, or warn."""
+    """Hide the package `kernels`: with it, importing bitsandbytes downloads a kernel for 4-bit inference, or warns."""
     loaded = sys.modules.get("kernels")
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     sys.modules["kernels"], logger.disabled = None, True  # pyright: ignore[reportArgumentType] None: can't be imported
@@ -35,15 +35,11 @@ NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):
-    """AdamW whose moments have 8 bits, in blocks of 256 with a scale each (Dettmers et al. 2021, arXiv:2110.02861).
-
-    Parameters with fewer than `min_8bit_size` elements have float32 moments. Memory: 2.03 bytes per element, instead of
+    """AdamW with 8-bit moments in blocks of 256, each with its own scale. Memory: 2.03 bytes per element instead of
     AdamW's 8.
 
-    All parameters share the two tables of 256 values, also after a resume, so that a checkpoint stores each only once.
-
-    Raises:
-        ConfigError: A parameter's type, memory format or layout has no kernel, or a checkpoint has another table.
+    Parameters with fewer than `min_8bit_size` elements have float32 moments. All parameters share the two lookup tables
+    of 256 values, also after a resume, so a checkpoint stores each table once.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
@@ -55,7 +51,7 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
                     f"optimizer=adamw8bit: takes parameters of float32, bfloat16 and float16, not {p.dtype}; "
                     "use optimizer=adamw"
                 )
-            if not p.is_contiguous():  # bitsandbytes would change the format at the first step, so a resume's bits
+            if not p.is_contiguous():  # bitsandbytes would change the format in the first step, and a resume's bits
                 raise ConfigError(
                     f"optimizer=adamw8bit: a parameter of shape {tuple(p.shape)} is in another memory format; give "
                     "the model memory_format=torch.contiguous_format, or use optimizer=adamw"

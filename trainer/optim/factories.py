@@ -1,4 +1,4 @@
-"""Makes the optimizers that the config names: torch's own, fused where possible, and others."""
+"""Makes the optimizers that the config names, torch's own and others."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from trainer.optim.lars import Lars
 
 
 def of_recipe(params: Groups) -> Optimizer:
-    """Represent the optimizer that the recipe makes."""
+    """Mark the recipe's own optimizer in a config. It is never called."""
     raise ConfigError("optimizer=recipe: is for a config; in Python give Trainer(optimizer=recipe.optimizer)")
 
 
@@ -25,9 +25,9 @@ def adamw(
     eps: NonNegativeFloat = 1e-6,
     weight_decay: NonNegativeFloat = 0.01,
 ) -> Optimizer:
-    """Make AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101).
+    """Make AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused where possible.
 
-    The defaults of betas and eps are RoBERTa's (Liu et al. 2019, arXiv:1907.11692).
+    The default betas and eps are RoBERTa's (Liu et al. 2019, arXiv:1907.11692).
     """
     groups = list(params)
     weights = (p for group in groups for p in (group["params"] if isinstance(group, dict) else [group]))
@@ -82,11 +82,11 @@ def adafactor(
 ) -> Optimizer:
     """Make Adafactor (Shazeer and Stern 2018, arXiv:1804.04235), without momentum.
 
-    The second moment of an n x m matrix has n + m elements. Each step waits for the device.
+    The second moment of an n x m matrix takes n + m elements. Each step waits for the device.
 
     Args:
-        beta2_decay: Exponent c of the moment's decay, 1 - t**c.
-        eps: Epsilon of the second moment (null: the dtype's), and the minimum length of a parameter for relative steps.
+        beta2_decay: Exponent c of the second moment's decay, 1 - t**c.
+        eps: Epsilon of the second moment (null: the dtype's), and the smallest parameter norm for relative steps.
         d: Largest root mean square of an update.
     """
     made = torch.optim.Adafactor(params, lr, beta2_decay, (eps[0], eps[1]), d, weight_decay)
@@ -104,9 +104,7 @@ def adagrad(
 ) -> Optimizer:
     """Make Adagrad (Duchi et al. 2011, JMLR 12). It accepts sparse gradients, and leaves unused rows unchanged.
 
-    Args:
-        lr_decay: The rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
-        weight_decay: Multiplied by the weights and added to the gradient.
+    Step t has the rate `lr / (1 + (t - 1) * lr_decay)`. Weight decay is added to the gradient.
     """
     return torch.optim.Adagrad(params, lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay)
 
@@ -120,13 +118,9 @@ def adamw8bit(
     weight_decay: NonNegativeFloat = 0.01,
     min_8bit_size: PositiveInt = 4096,
 ) -> Optimizer:
-    """Make AdamW with moments of 8 bits (Dettmers et al. 2021, arXiv:2110.02861).
+    """Make AdamW with 8-bit moments (Dettmers et al. 2021, arXiv:2110.02861), which needs the package bitsandbytes.
 
-    Args:
-        min_8bit_size: Number of elements of the smallest parameter with 8-bit moments.
-
-    Raises:
-        ConfigError: The package bitsandbytes is missing, or a setting is out of range.
+    Parameters with fewer than `min_8bit_size` elements keep float32 moments.
     """
     try:
         from trainer.optim.adamw8bit import AdamW8bit

@@ -5,15 +5,11 @@ from typing import Any
 from trainer.optim.probe import GROUP, steps_of
 from trainer.optim.rates import other_groups
 
-ELSEWHERE = ("params", "lr", "initial_lr")  # `Rates` follows the rates
+ELSEWHERE = ("params", "lr", "initial_lr")  # `Rates` saves the rates
 
 
 class GroupSettings:
-    """The numbers in an optimizer's groups, except rates and numbers that its own steps change.
-
-    Args:
-        optimizer: The optimizer as it was made.
-    """
+    """The settings of an optimizer's groups, except learning rates and numbers that its own steps change."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -31,11 +27,7 @@ class GroupSettings:
         ]
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return each group's settings that have changed since it was made; empty if none have.
-
-        Raises:
-            ConfigError: The number of groups has changed.
-        """
+        """Return each group's settings that differ from when the optimizer was made; empty if none do."""
         settings = self._settings()
         if len(settings) != len(self.made):
             raise other_groups("before this checkpoint")
@@ -46,11 +38,7 @@ class GroupSettings:
         return changed if any(changed) else []
 
     def load_state_dict(self, changed: list[dict[str, Any]]) -> None:
-        """Restore changed settings.
-
-        Raises:
-            ValueError: A group has no such setting, or one of another kind, because the checkpoint may be untrusted.
-        """
+        """Restore changed settings. Raise ValueError for an unknown one, because the checkpoint may be untrusted."""
         for group, made, own in zip(self.optimizer.param_groups, self.made, changed, strict=True):
             for name, value in own.items():
                 if name not in made or not isinstance(value, int | float | tuple):

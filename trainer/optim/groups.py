@@ -1,4 +1,4 @@
-"""Makes parameter groups, and the optimizer from them."""
+"""Makes parameter groups and the optimizer."""
 
 import difflib
 import hashlib
@@ -21,12 +21,12 @@ from trainer.optim.probe import probe
 
 Groups = Iterable[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
-OURS = ("freeze", "held")  # settings that optimizers lack; held: frozen parameters stay in the optimizer
+OURS = ("freeze", "held")  # settings that optimizers do not have; held: frozen parameters stay in the optimizer
 
 
 @dataclass(frozen=True)
 class WithGroups:
-    """A function that makes an optimizer, together with `optimizer.groups`, settings for some of the parameters."""
+    """A function that makes an optimizer, with `optimizer.groups`: settings for some of the parameters."""
 
     make: Make
     groups: Sequence[Mapping[str, Any]]
@@ -37,23 +37,18 @@ class WithGroups:
 
 @dataclass(frozen=True)
 class Rule:
-    key: str  # the group's name in messages, such as optimizer.groups.0
+    key: str  # the group in messages, such as optimizer.groups.0
     settings: dict[str, Any]
-    names: list[str]  # of its parameters; a tied one has the first of its names
+    names: list[str]  # of its parameters; for a tied one, the first of its names
 
 
 class ParameterRules:
-    """The settings for parameter groups, from `optimizer.groups` and from `recipe.parameter_groups`.
+    """The settings of parameter groups, from `optimizer.groups` and then from `recipe.parameter_groups`.
 
-    A parameter that matches several groups belongs to the first of them. The config's groups precede the recipe's.
+    A parameter that matches several groups belongs to the first one. Parameters of groups with `freeze` are frozen.
     """
 
     def __init__(self, optimizer: Make, recipe: Any, module: nn.Module) -> None:
-        """Find the parameters of each group, and freeze those of groups with `freeze`.
-
-        Raises:
-            ConfigError: A group is malformed, or has no parameter.
-        """
         self.rules: list[Rule] = []
         self.of: dict[str, Rule] = {}
         own = optimizer.groups if isinstance(optimizer, WithGroups) else ()
@@ -96,11 +91,7 @@ def digest(names: list[str]) -> str:
 
 
 def matched(key: str, patterns: str | list[str], module: nn.Module) -> list[str]:
-    """Return the names of parameters that fnmatch finds. Any name of a tied parameter matches.
-
-    Raises:
-        ConfigError: A pattern matches nothing. The message suggests similar names.
-    """
+    """Return the names of the parameters that match, as in fnmatch, under any of a tied parameter's names."""
     first = {p: name for name, p in module.named_parameters()}
     names = {name: first[p] for name, p in module.named_parameters(remove_duplicate=False)}
     found: dict[str, None] = {}
@@ -118,11 +109,6 @@ def matched(key: str, patterns: str | list[str], module: nn.Module) -> list[str]
 
 
 def listed(key: str, parameters: Iterable[nn.Parameter], module: nn.Module) -> list[str]:
-    """Return the names of a recipe's parameters.
-
-    Raises:
-        ConfigError: A parameter is not the model's.
-    """
     first = {p: name for name, p in module.named_parameters()}
     own = list(parameters)
     if other := [p for p in own if not isinstance(p, Tensor) or p not in first]:
@@ -132,13 +118,10 @@ def listed(key: str, parameters: Iterable[nn.Parameter], module: nn.Module) -> l
 
 
 def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: bool = False) -> list[dict[str, Any]]:
-    """Group parameters into matrices, and those of fewer than two dimensions, which have no weight decay by default.
+    """Group parameters by rule, and by whether they have two dimensions: others have no weight decay by default.
 
-    A rule with `held` becomes a single group.
-
-    Args:
-        rules: A rule's groups come after those without a rule.
-        by_hidden: Each group states whether its matrices are hidden.
+    Groups with a rule come last, and a rule with `held` is a single group. With `by_hidden`, each group states whether
+    its matrices are hidden.
     """
     rule_of = {name: i for i, rule in enumerate(rules) for name in rule.names}
     hidden = hidden_matrices(module) if by_hidden else set[Tensor]()
@@ -147,7 +130,7 @@ def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: b
         i = rule_of.get(name, -1)
         if not p.requires_grad and (i < 0 or not rules[i].settings.get("held")):
             continue
-        decays = p.dim() >= 2 or (i >= 0 and rules[i].settings.get("held", False))  # that is a whole group
+        decays = p.dim() >= 2 or (i >= 0 and rules[i].settings.get("held", False))  # a held group is not divided
         settings: dict[str, Any] = {"hidden": p in hidden} if by_hidden else {}
         settings |= {} if decays else {"weight_decay": 0.0}
         settings |= {key: value for key, value in rules[i].settings.items() if key not in OURS} if i >= 0 else {}
@@ -157,9 +140,9 @@ def parameter_groups(module: nn.Module, rules: Sequence[Rule] = (), by_hidden: b
 
 
 def hidden_matrices(module: nn.Module) -> set[Tensor]:
-    """Return two-dimensional parameters except embeddings, matrices tied to them, and the output head.
+    """Return the matrices, except embeddings, weights tied to them, and the output head.
 
-    The head is known only for transformers' models, which have `get_output_embeddings`.
+    The head is known only for models of transformers, which have `get_output_embeddings`.
     """
     others, matrices = set[Tensor](), {p for p in module.parameters() if p.dim() == 2}
     for part in module.modules():
@@ -170,11 +153,7 @@ def hidden_matrices(module: nn.Module) -> set[Tensor]:
 
 
 def make_optimizer(optimizer: Make, module: nn.Module, rules: ParameterRules | None = None) -> Optimizer:
-    """Make the optimizer of the module's parameter groups.
-
-    Raises:
-        ConfigError: The optimizer refuses its settings, lacks a setting of a group, or can't be trained with.
-    """
+    """Make the optimizer of the module's parameter groups. Raise ConfigError if it can't be trained or saved."""
     make = optimizer.make if isinstance(optimizer, WithGroups) else optimizer
     by_hidden = getattr(make.func if isinstance(make, partial) else make, "by_hidden", False)
     groups = parameter_groups(module, rules.rules if rules else (), by_hidden)
@@ -205,7 +184,7 @@ def tried(make: Callable[..., Optimizer], groups: Groups, key: str = "optimizer"
 
 
 def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Refuse a setting that the optimizer lacks for a group, or a value that it would not accept for all parameters."""
+    """Refuse a setting that the optimizer has no groups for, or a value that it would not accept for all parameters."""
     settings = {name: value for name, value in rule.settings.items() if name not in ("lr_scale", *OURS)}
     if other := settings.keys() - made.defaults.keys():
         name = sorted(other)[0]
@@ -223,14 +202,7 @@ def refuse_settings(rule: Rule, make: Make, made: Optimizer, groups: list[dict[s
 
 
 def refuse_rows(optimizer: Optimizer, name: str, why: str) -> None:
-    """Refuse parameters of which each rank has some rows, as in stage 3 of `shard`.
-
-    Args:
-        name: The optimizer's name in the config.
-
-    Raises:
-        ConfigError: There is such a parameter.
-    """
+    """Refuse parameters that are sharded by rows, as in stage 3 of `shard`. `name` is the optimizer's in the config."""
     if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         raise ConfigError(
             f"optimizer={name}: {why}, and callbacks.shard.stage=3 gives each rank rows of them; use "
@@ -239,7 +211,7 @@ def refuse_rows(optimizer: Optimizer, name: str, why: str) -> None:
 
 
 def is_like(value: Any, default: Any) -> bool:
-    """Return whether a value has the form of the optimizer's own. Any value matches null or a string."""
+    """Return whether a value has the type of the optimizer's default. Any value matches null or a string."""
     if isinstance(default, list | tuple):
         same = isinstance(value, list | tuple) and len(value) == len(default)
         return same and all(map(is_number, value, default))
@@ -249,6 +221,5 @@ def is_like(value: Any, default: Any) -> bool:
 
 
 def is_number(value: Any, default: Any) -> bool:
-    """Return whether a value is a number, or null if the optimizer's own is null."""
     number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     return number or (value is None and default is None)

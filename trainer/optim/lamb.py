@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step per parameter has the length of the parameter (You et al. 2020, arXiv:1904.00962)."""
+"""LAMB: Adam with a layer-wise trust ratio (You et al. 2020, arXiv:1904.00962)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trainer.optim.groups import Groups
 
 
 class Lamb(Optimizer):
-    """Adam whose step per parameter has the length of the parameter (You et al. 2020, arXiv:1904.00962, algorithm 2).
+    """Adam whose update of each parameter is scaled to the parameter's norm (You et al. 2020, algorithm 2).
 
     The trust ratio |w| / |r + weight_decay * w| is 1 where either norm is zero. Memory: two copies of the parameters.
     """
@@ -22,7 +22,7 @@ class Lamb(Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] no closures here
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            for dtype in dict.fromkeys(p.dtype for p in params):  # norms of several dtypes would be one, the widest
+            for dtype in dict.fromkeys(p.dtype for p in params):  # else norms would get the widest dtype
                 same = [p for p in params if p.dtype == dtype]
                 self._step_group(group, same, [p.grad for p in same])
 
@@ -37,7 +37,7 @@ class Lamb(Optimizer):
         torch._foreach_lerp_(means, grads, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-        steps = [self.state[p]["step"] for p in params]  # of this parameter: a bucket may step on its own
+        steps = [self.state[p]["step"] for p in params]  # per parameter, because a bucket may be stepped alone
         roots = torch._foreach_sqrt(torch._foreach_div(squares, [1 - beta2**t for t in steps]))
         torch._foreach_add_(roots, group["eps"])
         updates = torch._foreach_div(torch._foreach_div(means, [1 - beta1**t for t in steps]), roots)
@@ -50,5 +50,5 @@ class Lamb(Optimizer):
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """Return the L2 norms of n tensors as (n,). Each norm is independent of the other tensors in the list."""
+    """Return the L2 norms of n tensors as (n,), each with the same bits whatever the other tensors are."""
     return torch.stack(torch._foreach_norm(tensors))

@@ -1,4 +1,4 @@
-"""LARS: SGD whose step per matrix follows the matrix's length (You et al. 2017, arXiv:1708.03888)."""
+"""LARS: SGD with a layer-wise learning rate (You et al. 2017, arXiv:1708.03888)."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,11 @@ from trainer.optim.lamb import norms
 
 
 class Lars(Optimizer):
-    """SGD with momentum, whose rate for each matrix depends on the matrix's norm (You et al. 2017, arXiv:1708.03888).
+    """SGD with momentum whose rate for each matrix depends on the matrix's norm (You et al. 2017, algorithm 1).
 
-    The local rate is `trust_coefficient * |w| / (|gradient| + weight_decay * |w|)`, as in the paper's algorithm 1. It
-    is 1 where either norm is zero, and for parameters of fewer than two dimensions, which often begin at zero. The
-    momentum includes the rates of past steps, as in the paper; torch's SGD applies the present rate to all of it.
-    Memory: one copy of the parameters.
+    The local rate is `trust_coefficient * |w| / (|gradient| + weight_decay * |w|)`. It is 1 where either norm is zero,
+    and for parameters with fewer than two dimensions, which often start at zero. As in the paper, the momentum includes
+    past rates, whereas torch's SGD applies the current rate to all of it. Memory: one copy of the parameters.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class Lars(Optimizer):
             lr, decay = group["lr"], group["weight_decay"]
             params = [p for p in group["params"] if p.grad is not None]
             kinds = [(p.dim() > 1, p.dtype) for p in params]
-            for matrices, dtype in dict.fromkeys(kinds):  # norms of several dtypes would be one, the widest
+            for matrices, dtype in dict.fromkeys(kinds):  # else norms would get the widest dtype
                 some = [p for p, kind in zip(params, kinds, strict=True) if kind == (matrices, dtype)]
                 gradients = [p.grad for p in some]
                 updates = torch._foreach_add(gradients, some, alpha=decay)

@@ -13,28 +13,27 @@ from trainer.errors import ConfigError
 
 
 def refuse_unusable(made: Any, groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse an optimizer with which a run can't train or save.
-
-    Args:
-        groups: The parameters that were passed to the function.
-
-    Raises:
-        ConfigError: The function has returned no optimizer, or one with other parameters.
-    """
+    """Refuse an optimizer with which a run can't train or save. `groups` are what its function was given."""
     if isinstance(made, type) or not hasattr(made, "param_groups") or not callable(getattr(made, "step", None)):
         given = f"the class {made.__name__}" if isinstance(made, type) else "None" if made is None else _kind(made)
         raise ConfigError(f"optimizer: the function returned {given}; return an optimizer, as torch.optim.SGD(params)")
-    refuse_closure(made)
-    refuse_others(made, {id(p) for group in groups for p in group["params"]})
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(type(made).step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind in by_position for p in parameters):
+        raise closure_needed(made)
+    known = {id(p) for group in groups for p in group["params"]}
+    other = next((p for group in made.param_groups for p in group["params"] if id(p) not in known), None)
+    if other is not None:
+        raise ConfigError(
+            f"optimizer: {type(made).__name__} has a tensor of shape {tuple(other.shape)}, which is no parameter of "
+            "the model that trains; make the optimizer of the groups that the function is given, and let model() "
+            "return a module that has all parameters"
+        )
     refuse_state_elsewhere(made)
 
 
 def rate_of(optimizer: Optimizer, i: int) -> float:
-    """Return the learning rate of a group, which may also be a tensor or an array without dimensions.
-
-    Raises:
-        ConfigError: It is not a finite number.
-    """
+    """Return a group's learning rate, which may also be a zero-dimensional tensor or array."""
     lr = plain(optimizer.param_groups[i].get("lr"))
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr):
         shown = _kind(lr) if isinstance(lr, Tensor) else repr(lr)
@@ -45,30 +44,16 @@ def rate_of(optimizer: Optimizer, i: int) -> float:
     return float(lr)
 
 
-def refuse_closure(optimizer: Optimizer) -> None:
-    """Raise ConfigError if a step computes the gradient several times, as that of LBFGS does."""
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    if any(p.default is p.empty and p.kind in by_position for p in parameters):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__}.step() needs a closure, and Echelon computes the gradient of a "
-            "step once; choose an optimizer whose step needs none, such as adamw"
-        )
-
-
-def refuse_others(optimizer: Optimizer, known: set[int]) -> None:
-    """Raise ConfigError if the optimizer trains a tensor whose id is not in `known`."""
-    other = next((p for group in optimizer.param_groups for p in group["params"] if id(p) not in known), None)
-    if other is not None:
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} has a tensor of shape {tuple(other.shape)}, which is no parameter "
-            "of the model that trains; make the optimizer of the groups that the function is given, and let model() "
-            "return a module that has all parameters"
-        )
+def closure_needed(optimizer: Any) -> ConfigError:
+    """Return the error for an optimizer whose step evaluates the loss several times, such as LBFGS."""
+    return ConfigError(
+        f"optimizer: {type(optimizer).__name__}.step() needs a closure, and Echelon computes the gradient of a step "
+        "once; choose an optimizer whose step needs none, such as adamw"
+    )
 
 
 def refuse_state_elsewhere(optimizer: Any) -> None:
-    """Raise ConfigError if the optimizer keeps state outside its parameters' state, which checkpoints would lack."""
+    """Refuse state that belongs to no parameter, because checkpoints would lack it."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if other := [key for key in optimizer.state if id(key) not in own]:
         shown = _kind(other[0]) if isinstance(other[0], Tensor) else repr(other[0])

@@ -1,4 +1,4 @@
-"""Muon for hidden matrices, and AdamW for all other parameters, as one optimizer."""
+"""Muon for hidden matrices and AdamW for everything else, as one optimizer."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,26 +12,23 @@ from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups
 
-OTHERS = {True: ("betas",), False: ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}  # by hidden: the other part's
+# Settings of the other part, by whether a group is hidden.
+OTHERS = {True: ("betas",), False: ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")}
 
 
 class Muon(Optimizer):
     """torch's Muon for hidden matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
 
-    Muon's update is the momentum with all singular values near 1, by `ns_steps` Newton-Schulz iterations in bf16. By
-    `match_rms_adamw`, the update has the root mean square of AdamW's, so both take the same rate (Liu et al. 2025,
+    Muon's update is the momentum with all singular values near 1, from `ns_steps` Newton-Schulz iterations in bf16.
+    With `match_rms_adamw` it has the root mean square of AdamW's update, so both use the same rate (Liu et al. 2025,
     arXiv:2502.16982). Memory: one copy of the hidden matrices, two of the rest.
 
-    If a rank has only a slice of a matrix, the matrix's gradient and momentum are gathered for its step.
-
-    Hidden matrices are those that `trainer.optim.groups.hidden_matrices` finds, unless a group sets `hidden`.
+    Hidden matrices are those of `hidden_matrices`, unless a group sets `hidden`. If a matrix is sharded, its gradient
+    and momentum are gathered for the step.
 
     Args:
-        adamw_lr: Rate of AdamW's part; null: `lr`.
-        betas, eps: Settings of AdamW's part. A group's `eps` applies to the part that steps the group.
-
-    Raises:
-        ConfigError: A knob is out of range, or no matrix is hidden.
+        adamw_lr: Rate of the AdamW part; null: `lr`.
+        betas, eps: Of the AdamW part. A group's own `eps` applies to whichever part steps the group.
     """
 
     by_hidden: ClassVar[bool] = True  # `make_optimizer` gives each group `hidden`
@@ -82,10 +79,10 @@ class Muon(Optimizer):
             part.step()
 
     def _step_slices(self, part: Optimizer) -> None:
-        """Step the matrices of which each rank has a slice, and leave the others to `part`. A collective.
+        """Step the sharded matrices, and leave the others to `part`. A collective.
 
-        The update needs whole matrices, so the ranks gather the gradient and momentum of one matrix at a time. Each
-        rank keeps its slice of the result.
+        The ranks gather the gradient and the momentum of one matrix at a time, because the update needs whole matrices.
+        Each rank keeps its slice of the result.
         """
         groups, part.param_groups = part.param_groups, []
         for group in groups:
@@ -93,7 +90,7 @@ class Muon(Optimizer):
             for p in (p for p in group["params"] if is_sharded(p) and p.grad is not None):
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 whole = nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=p.device))
-                cut_like(whole, p).copy_(local(p))  # the weights count one by one, so the others may be zeros
+                cut_like(whole, p).copy_(local(p))  # the update acts on single weights, so other ranks' may be 0
                 whole.grad = p.grad.full_tensor()
                 alone = torch.optim.Muon([{**group, "params": [whole]}])
                 alone.state[whole] = {"momentum_buffer": momentum.full_tensor()}
@@ -102,7 +99,6 @@ class Muon(Optimizer):
                 local(momentum).copy_(cut_like(alone.state[whole]["momentum_buffer"], p))
 
     def _refuse_other_state(self) -> None:
-        """Refuse the state of a checkpoint in which other matrices were hidden."""
         for group in self.param_groups:
             others = "exp_avg" if group["hidden"] else "momentum_buffer"
             if any(others in self.state.get(p, {}) for p in group["params"]):
@@ -113,7 +109,7 @@ class Muon(Optimizer):
 
 
 def refuse_others(hidden: list[dict[str, Any]]) -> None:
-    """Refuse parameters that are not matrices, and rows that can't be gathered."""
+    """Refuse parameters that are no real matrices, and rows that can't be gathered."""
     for group in hidden:
         if any(is_sharded(p) and p.device.type != p.device_mesh.device_type for p in group["params"]):
             raise ConfigError(
@@ -130,7 +126,6 @@ def refuse_others(hidden: list[dict[str, Any]]) -> None:
 
 
 def refuse_without_effect(groups: list[dict[str, Any]]) -> None:
-    """Refuse settings that only the other part has."""
     for group in groups:
         for name in OTHERS[group["hidden"]]:
             if name in group:

@@ -1,4 +1,4 @@
-"""Steps a copy of an optimizer on small parameters before the run, to find out what its step needs and keeps."""
+"""Steps a small copy of an optimizer before the run, to find out what its step requires and changes."""
 
 import copy
 import inspect
@@ -12,44 +12,40 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.optim.made import closure_needed
 
-STEPS = 3  # the first step has no history, so it may leave as it is what later steps change
-MOST = 3  # parameters of a group that are tried
-KNOWN = ("torch.optim.", "trainer.optim.", "bitsandbytes.")  # modules whose steps are known to pass
+STEPS = 3  # the first step has no history, so it may not change everything that later steps change
+MOST = 3  # parameters per group that are tried
+KNOWN = ("torch.optim.", "trainer.optim.", "bitsandbytes.")  # modules whose optimizers need no probe
 NOT_KEPT = ("params", "lr", "initial_lr")  # keys of a group: rates follow from the schedule
-GROUP, OWN = "group.", "own."  # before the names of `Steps.kept`, as checkpoints have them
+GROUP, OWN = "group.", "own."  # prefixes of numbers in a group, and in the optimizer itself, also in checkpoints
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The side effects of an optimizer's step, beyond parameters and their state.
+    """The effects of an optimizer's step beyond parameters and their state."""
 
-    Attributes:
-        kept: Names of the numbers that it changes: with the prefix `GROUP` in groups, or `OWN` in the optimizer itself.
-        coupled: A parameter's step depends on other parameters.
-    """
-
-    kept: frozenset[str] = frozenset()
-    coupled: bool = False
+    kept: frozenset[str] = frozenset()  # numbers that it changes, prefixed with `GROUP` or `OWN`
+    coupled: bool = False  # a parameter's step depends on other parameters
 
 
 FOUND: WeakKeyDictionary[Any, Steps] = WeakKeyDictionary()
 
 
 def steps_of(optimizer: Any) -> Steps:
-    """Return what `probe` has found; for a proxy, about the optimizer inside."""
+    """Return what `probe` found; for a proxy, about the optimizer inside."""
     return FOUND.get(getattr(optimizer, "optimizer", optimizer)) or FOUND.get(optimizer, Steps())
 
 
 def kept_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a group and of the optimizer that its steps change, by their names in checkpoints."""
+    """Return the numbers of a group and of the optimizer that steps change, by their names in checkpoints."""
     inner, kept = getattr(optimizer, "optimizer", optimizer), steps_of(optimizer).kept
     places = {GROUP: group, OWN: vars(inner)}
     return {name: places[of][key] for name in sorted(kept) for of, key in [split(name)] if key in places[of]}
 
 
 def put_kept(optimizer: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """Remove the values of `kept_of` from a parameter's state, and restore them in its group and the optimizer.
+    """Remove the values of `kept_of` from a parameter's state, and restore them in its group and in the optimizer.
 
     Only numbers that this optimizer's steps change are restored, because an untrusted checkpoint may name any
     attribute.
@@ -66,11 +62,9 @@ def split(name: str) -> tuple[str, str]:
 
 
 def refuse_coupled(optimizer: Any, key: str, by_parameter: bool = False) -> None:
-    """Raise ConfigError if stepping some parameters at a time, as a callback does, would change the results.
+    """Refuse an optimizer whose results would change if some parameters were stepped at a time.
 
-    Args:
-        key: The callback's setting.
-        by_parameter: Groups are copied for each step, so numbers in them are lost.
+    `by_parameter` states that groups are copied for each step, so numbers in them are lost.
     """
     found, kind = steps_of(optimizer), type(optimizer).__name__
     if found.coupled:
@@ -84,11 +78,7 @@ def refuse_coupled(optimizer: Any, key: str, by_parameter: bool = False) -> None
 
 
 def probe(optimizer: Any) -> None:
-    """Find out and record what a step of a third-party optimizer does.
-
-    Raises:
-        ConfigError: A step needs a closure.
-    """
+    """Find out and record what a step of a third-party optimizer does. Refuse a step that needs a closure."""
     if f"{type(optimizer).__module__}.".startswith(KNOWN):
         return
     with torch.random.fork_rng(devices=[]):  # a step may draw random numbers
@@ -96,18 +86,15 @@ def probe(optimizer: Any) -> None:
             together = shrunk(optimizer)
             before = numbers(together)
             run_steps(together, [together])
-        except Exception as error:  # of any class: it is the optimizer's own code, which may need a GPU
+        except Exception as error:  # of any class, because it is a third party's code, which may need a GPU
             if "closure" in str(error).lower():
-                raise ConfigError(
-                    f"optimizer: {type(optimizer).__name__}.step() needs a closure, and Echelon computes the gradient "
-                    "of a step once; choose an optimizer whose step needs none, such as adamw"
-                ) from None
+                raise closure_needed(optimizer) from None
             return
         FOUND[optimizer] = Steps(changed_by(together, before), couples(optimizer, together))
 
 
 def run_steps(optimizer: Any, parts: Sequence[Any]) -> None:
-    """Step `parts`, which have the parameters of `optimizer`, by the same gradients each time."""
+    """Step `parts`, which have the parameters of `optimizer`, with the same gradients each time."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number in range(STEPS):
         for i, p in enumerate(params):
@@ -117,24 +104,28 @@ def run_steps(optimizer: Any, parts: Sequence[Any]) -> None:
 
 
 def changed_by(made: Any, before: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the numbers that steps have changed. With one of a group, those of it that are no setting."""
+    """Return the names of the numbers that steps have changed.
+
+    If one of a group has changed, all of the group's numbers that are no settings are included, as they may change
+    later.
+    """
     after = numbers(made)
     changed = {name for name, value in after.items() if name not in before or not close(before[name], value, 0.0)}
     kept = {name.partition("/")[2] for name in changed}
-    if any(name.startswith(GROUP) for name in kept):  # the others may change later
+    if any(name.startswith(GROUP) for name in kept):
         settings = {f"{GROUP}{name}" for name in inspect.signature(type(made).__init__).parameters}
         kept |= {own for _, _, own in (name.partition("/") for name in after) if own.startswith(GROUP)} - settings
     return frozenset(kept)
 
 
 def couples(optimizer: Any, together: Any) -> bool:
-    """Return whether optimizers of one parameter each get different results from `together`, one of all parameters."""
+    """Return whether stepping each parameter with its own optimizer differs from `together`, which stepped all."""
     whole = shrunk(optimizer)
     places = [(i, p) for i, group in enumerate(whole.param_groups) for p in group["params"]]
     parts = [alone(whole, i, p) for i, p in places]
     try:
         run_steps(whole, parts)
-    except Exception:  # as where a norm is of no parameter
+    except Exception:  # such as for the norm of an empty list
         return True
     expected = numbers(together)
     for part, (i, _) in zip(parts, places, strict=True):
@@ -146,14 +137,14 @@ def couples(optimizer: Any, together: Any) -> bool:
 
 
 def alone(optimizer: Any, group: int, p: Tensor) -> Any:
-    """Return a copy of the optimizer, with the same groups and one parameter."""
+    """Return a copy of the optimizer with the same groups and a single parameter."""
     others = {id(q): q for each in optimizer.param_groups for q in each["params"]}
     memo = others | {id(each["params"]): [p] if i == group else [] for i, each in enumerate(optimizer.param_groups)}
     return copied(optimizer, memo)
 
 
 def shrunk(optimizer: Any) -> Any:
-    """Return a copy of the optimizer with at most `MOST` parameters a group, each with two values a dimension."""
+    """Return a copy of the optimizer with at most `MOST` parameters per group, each of size 2 in every dimension."""
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
         small = [
@@ -161,13 +152,13 @@ def shrunk(optimizer: Any) -> Any:
             for i, p in enumerate(group["params"][:MOST])
         ]
         memo |= {id(p): q for p, q in zip(group["params"], small)}
-        memo |= {id(p): small[0] for p in group["params"][MOST:]}  # also where an optimizer keeps them elsewhere
+        memo |= {id(p): small[0] for p in group["params"][MOST:]}  # wherever else the optimizer has them
         memo[id(group["params"])] = small
     return copied(optimizer, memo)
 
 
 def copied(optimizer: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a deep copy without hooks, in which the values of `memo` take the places of objects with these ids."""
+    """Return a deep copy without hooks, with objects replaced by id as in `memo`."""
     memo, kind = dict(memo), cast(Any, type(optimizer))
     made = kind.__new__(kind)
     left_out = {"state", "step", *(name for name in vars(optimizer) if name.endswith("_hooks"))}
@@ -178,7 +169,7 @@ def copied(optimizer: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def numbers(optimizer: Any) -> dict[str, Any]:
-    """Return the plain values of the groups and of the optimizer itself."""
+    """Return the plain values in the groups and in the optimizer itself."""
 
     def all_of() -> Iterator[tuple[str, Any]]:
         for i, group in enumerate(optimizer.param_groups):
@@ -195,7 +186,7 @@ def is_plain(value: Any) -> bool:
 
 
 def close(one: Any, other: Any, within: float = 1e-5) -> bool:
-    """Return whether two plain values or tensors are equal, numbers up to a share of their size."""
+    """Return whether two plain values or tensors are equal, numbers within a relative tolerance."""
     if isinstance(one, bool | str | None) or isinstance(other, bool | str | None):
         return one == other
     return torch.allclose(torch.as_tensor(one), torch.as_tensor(other), rtol=within, atol=0.0, equal_nan=True)

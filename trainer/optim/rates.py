@@ -1,4 +1,4 @@
-"""Sets the learning rates of each step in the optimizer's groups, and tracks rates that user code sets by hand."""
+"""Sets each step's learning rates in the optimizer's groups, and follows rates that user code sets."""
 
 from operator import itemgetter
 from typing import Any
@@ -10,31 +10,21 @@ RATE = itemgetter("lr")
 
 
 class Rates:
-    """The learning rates of an optimizer's groups.
+    """The learning rates of an optimizer's groups, which have peak rates at first.
 
-    Args:
-        rate: The schedule of the run.
-        optimizer: The optimizer as it was made, with peak rates in its groups.
-        resumed: The run resumes a checkpoint. Rates that hooks set before its next step are dropped, because the
-            checkpoint includes them.
-
-    Attributes:
-        peaks: The rates that the schedule multiplies by its factor.
+    If the run was `resumed`, rates that hooks set before its first step are ignored, because the checkpoint includes
+    them.
     """
 
     def __init__(self, rate: Rate, optimizer: Any, resumed: bool = False) -> None:
         self.rate, self.optimizer = rate, optimizer
         self.peaks: list[float] = list(map(RATE, optimizer.param_groups))
-        self.given = [] if resumed else list(self.peaks)  # of the last step; empty: not known
-        self.settled = False  # the schedule changes no rate from the next step on
+        self.given = [] if resumed else list(self.peaks)  # rates of the last step; empty if unknown
+        self.settled = False  # the schedule changes no more rates after this step
         self.by_hand = False
 
     def put(self, step: int) -> None:
-        """Set the rates of a step in the groups.
-
-        Raises:
-            ConfigError: User code has added or removed a group, or has set a rate that the schedule also sets.
-        """
+        """Set a step's rates. Refuse new or removed groups, and rates that both user code and the schedule set."""
         groups = self.optimizer.param_groups
         if self.given and list(map(RATE, groups)) != self.given:
             self._follow(step, groups)
@@ -42,7 +32,7 @@ class Rates:
         self.given, self.settled = list(map(RATE, groups)), self.rate.is_constant(step + 1)
 
     def state_dict(self) -> list[float]:
-        """Return the peaks if a rate was set by hand; else they are the optimizer's settings."""
+        """Return the peak rates if user code has set a rate; else empty, because they are the optimizer's settings."""
         return self.peaks if self.by_hand else []
 
     def load_state_dict(self, peaks: list[float]) -> None:
@@ -63,7 +53,6 @@ class Rates:
 
 
 def other_groups(when: str) -> ConfigError:
-    """Return the error of user code that has added or removed a group during the run."""
     return ConfigError(
         f"optimizer: a group was added or removed {when}, and a resume would not know of it; put all parameters into "
         "groups at the start, where they may be frozen"

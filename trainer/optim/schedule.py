@@ -1,4 +1,4 @@
-"""Defines learning rates as pure functions of the step: a factor on each group's own rate, with a warm-up."""
+"""Learning rates as pure functions of the step: a factor on each group's own rate, with a warm-up."""
 
 import math
 import re
@@ -14,11 +14,11 @@ from trainer.log import log
 
 @dataclass(frozen=True)
 class Schedule:
-    """A factor on the learning rates: a linear warm-up, then `shape`, scaled with the batch.
+    """A factor on the learning rates: a linear warm-up, then `shape`, both scaled with the batch.
 
     Args:
-        warmup: A duration. The factor rises by the same amount each step to the first value of `shape`.
-        lr_scaling: `linear` (Goyal et al. 2017, arXiv:1706.02677) or `sqrt` (You et al. 2020, arXiv:1904.00962) of
+        warmup: A duration in which the factor rises linearly to the first value of `shape`.
+        lr_scaling: `linear` (Goyal et al. 2017, arXiv:1706.02677) or `sqrt` (You et al. 2020, arXiv:1904.00962) in
             global batch / reference_batch.
         reference_batch: Samples of the batch for which the optimizer's rate was chosen.
     """
@@ -36,7 +36,7 @@ class Schedule:
         raise NotImplementedError
 
     def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> "Rate":
-        """Return the rate of a run of `total` steps (None: open-ended) with `batch` samples per step."""
+        """Return the rate of a run with `total` steps (None: open-ended) of `batch` samples."""
         if type(self).shape is Schedule.shape:
             raise ConfigError(f"schedule={type(self).__name__}(): has no shape(progress); give Constant() or Cosine()")
         warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
@@ -51,7 +51,6 @@ class Schedule:
         return ShapedRate(self, warmup, max(1, (total or 0) - warmup), self.factor_of_batch(batch))
 
     def factor_of_batch(self, batch: int) -> float:
-        """Return the factor of `lr_scaling` for `batch` samples a step."""
         ratio = batch / self.reference_batch
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
@@ -64,17 +63,13 @@ class Rate:
         raise NotImplementedError
 
     def put(self, step: int, groups: Sequence[dict[str, Any]], peaks: Sequence[float]) -> None:
-        """Set the learning rates of a step in an optimizer's groups.
-
-        Args:
-            peaks: The rates with which the optimizer was made.
-        """
+        """Set a step's learning rates in an optimizer's groups, whose initial rates were `peaks`."""
         factor = self(step)
         for group, peak in zip(groups, peaks):
             group["lr"] = peak * factor
 
     def is_constant(self, step: int) -> bool:
-        """Return whether the rates no longer change after the previous step, so that one set by hand stays."""
+        """Return whether the rates no longer change from this step on, so that a rate set by user code is kept."""
         return False
 
 
@@ -95,7 +90,7 @@ class ShapedRate(Rate):
 
 
 class OfRecipe:
-    """Represents the recipe's own schedule."""
+    """Marks the recipe's own schedule."""
 
 
 @check_names("schedule.")
@@ -108,7 +103,7 @@ class Constant(Schedule):
 @check_names("schedule.")
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """A line down to `floor`, a fraction of the peak."""
+    """A linear decay to `floor`, a fraction of the peak."""
 
     floor: Share = 0.0
 
@@ -130,7 +125,7 @@ class Cosine(Schedule):
 @check_names("schedule.")
 @dataclass(frozen=True)
 class OneCycle(Schedule):
-    """A cosine up from `start` to 1 in the first share `rise` of the run, then down to `floor`.
+    """A cosine up from `start` to 1 in the first fraction `rise` of the run, then down to `floor`.
 
     Paper: Smith and Topin 2018, arXiv:1708.07120. `start` and `floor` are fractions of the peak.
     """
@@ -151,7 +146,7 @@ class OneCycle(Schedule):
 @check_names("schedule.")
 @dataclass(frozen=True)
 class Cyclic(Schedule):
-    """Triangles between `floor` and 1, `cycles` of them (Smith 2017, arXiv:1506.01186)."""
+    """`cycles` triangles between `floor` and 1 (Smith 2017, arXiv:1506.01186)."""
 
     cycles: PositiveInt = 4
     floor: Share = 0.1
@@ -164,13 +159,13 @@ class Cyclic(Schedule):
 @check_names("schedule.")
 @dataclass(frozen=True)
 class SWA(Schedule):
-    """1, then a line down to `floor`, and from the share `start` of the run on `floor`, for averages of weights.
+    """1, then a linear decay to `floor`, which stays from the fraction `start` of the run on, for weight averaging.
 
-    Paper: Izmailov et al. 2018, arXiv:1803.05407. The values are near to those of its authors' program.
+    Paper: Izmailov et al. 2018, arXiv:1803.05407. The defaults are close to those of the authors' code.
 
     Args:
-        start: The share of the run where the line ends.
-        annealing: The share of the run that the line takes.
+        start: Fraction of the run at which the decay ends.
+        annealing: Fraction of the run that the decay takes.
         floor: A fraction of the peak.
     """
 

@@ -1,6 +1,6 @@
-"""Learning rates by torch's LRSchedulers, which step an optimizer that trains nothing.
+"""Learning rates from torch's LRSchedulers, which step an optimizer without real parameters.
 
-The rates are still a function of the step, because a resume steps the schedulers again from the first step.
+Rates are still a function of the step: a resume steps the schedulers again from the beginning.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,16 +10,14 @@ from torch.optim import Optimizer
 
 from trainer.optim.schedule import Rate
 
-FOLLOWS = "follows"  # of a group that trains: the number of the schedulers' group that it takes its settings from
+FOLLOWS = "follows"  # key of a trained group: the index of the schedulers' group whose settings it follows
 SETTINGS = ("momentum", "betas")  # settings that torch's schedulers change, in addition to `lr`
 
 
 class TorchRate(Rate):
-    """The rates that schedulers give the groups of `optimizer`.
+    """The rates that schedulers give the groups of `optimizer`, whose parameters are never read.
 
-    Args:
-        optimizer: The schedulers' optimizer, whose parameters are never read.
-        due: Returns, for a number of finished steps, the `step` of each scheduler that then steps, in order.
+    `due` returns the `step` of each scheduler to call after this many finished steps, in order.
     """
 
     def __init__(self, optimizer: Optimizer, due: Callable[[int], Iterable[Callable[[], object]]]) -> None:
@@ -28,7 +26,7 @@ class TorchRate(Rate):
         self.bases = [base_rate(group) for group in optimizer.param_groups]
 
     def __call__(self, step: int) -> float:
-        """Return the factor on the rates of groups that follow no other group than the first."""
+        """Return the factor on the rates of groups that follow the first group."""
         for done in range(self.done + 1, step + 1):
             for step_scheduler in self.due(done):
                 step_scheduler()
@@ -46,5 +44,4 @@ class TorchRate(Rate):
 
 
 def base_rate(group: dict[str, Any]) -> float:
-    """Return the rate with which a group was made, before any scheduler changed it."""
     return float(group.get("initial_lr", group["lr"]))

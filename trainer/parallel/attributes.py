@@ -1,4 +1,4 @@
-"""Attributes of a recipe and of modules that passes change although they are not buffers, such as a hidden state."""
+"""Attributes of a recipe and its modules that passes change although they are no buffers, such as a hidden state."""
 
 import copy
 import itertools
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.errors import printable
 from trainer.log import log
 
-SMALL = 1 << 16  # the largest tensor that is copied, and the most list members that are read: it may be a data set
+SMALL = 1 << 16  # the largest tensor that is copied, and the longest list that is read; others may be data sets
 PLAIN = (Tensor, tuple, list, dict, type(None))
 
 
@@ -28,7 +28,7 @@ def plain(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def tensors_kept(places: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore attributes with tensors, such as a hidden state, after discarded passes. Counters keep their new values.
+    """Restore attributes that have tensors, such as a hidden state, after discarded passes. Counters are not restored.
 
     A tensor of more than `SMALL` values that is changed in place stays changed.
     """
@@ -56,12 +56,11 @@ def other(after: Any, before: Any) -> bool:
 
 
 def copied(batch: Any) -> Any:
-    """Return a shallow copy of a dict or a list, so that members can be removed; tensors are not copied."""
+    """Return a shallow copy of a dict or list, so that members can be removed; tensors are not copied."""
     return copy.copy(batch) if isinstance(batch, MutableMapping | list) else batch
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in tuples, lists and dicts."""
     if isinstance(value, tuple | list | dict) and len(value) <= SMALL:
         return [inner for each in (value.values() if isinstance(value, dict) else value) for inner in tensors(each)]
     return [value] if isinstance(value, Tensor) else []
@@ -69,7 +68,6 @@ def tensors(value: Any) -> list[Tensor]:
 
 def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterator[Any]:
     """Pass a resumed run's steps through; after the first, log which attributes with tensors it changed."""
-
     places, before = owners(recipe, module), dict[str, Any]()
 
     def note(step: Any) -> Any:
@@ -77,7 +75,7 @@ def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterat
         return step
 
     def compare(step: Any) -> Any:
-        tell_unsaved(before, state_of(places))
+        warn_unsaved(before, state_of(places))
         before.clear()
         return step
 
@@ -85,12 +83,11 @@ def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterat
 
 
 def state_of(places: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[Tensor, int]]]:
-    """Return the tensors of each attribute, with their version counters."""
     values = {f"{owner}.{name}": tensors(value) for owner, own in places.items() for name, value in plain(own)}
     return {name: [(each, each._version) for each in found] for name, found in values.items()}
 
 
-def tell_unsaved(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> None:
+def warn_unsaved(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> None:
     """Log the names of attributes whose tensors have changed, because checkpoints do not contain them."""
     ids = {name: [(id(each), version) for each, version in found] for name, found in before.items()}
     changed = [n for n, found in after.items() if found and [(id(each), v) for each, v in found] != ids.get(n)]

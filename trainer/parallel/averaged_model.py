@@ -1,4 +1,4 @@
-"""A second model in the layout of the trained one, which holds an average of its weights."""
+"""A second model in the layout of the trained one, for an average of its weights."""
 
 from collections.abc import Collection
 
@@ -6,17 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.comm.slices import local
-from trainer.parallel.absent import Absent
+from trainer.parallel.placeholder import Placeholder
 from trainer.parallel.strategy import Strategy
 
 
 class AveragedModel:
-    """A copy of the trained model that averages its weights. The constructor is a collective.
+    """A copy of the trained model that averages its weights. Creating it is a collective.
 
-    Memory: one copy of the model on its device.
-
-    Attributes:
-        module: The copy. Its parameters have no gradients.
+    `module` is the copy, without gradients. Memory: one copy of the model on its device.
     """
 
     def __init__(self, strategy: Strategy, trained: nn.Module) -> None:
@@ -30,23 +27,20 @@ class AveragedModel:
         self.copy_buffers()
 
     @torch.no_grad()
-    def copy_buffers(self, but: Collection[nn.Module] = ()) -> None:
-        """Copy all buffers, except those of the layers in `but`.
-
-        Buffers that a forward pass has created or resized are copied too.
-        """
+    def copy_buffers(self, skipped: Collection[nn.Module] = ()) -> None:
+        """Copy all buffers, also ones that a forward pass created or resized, except those of some layers."""
         own, given = list(self.module.buffers()), list(self.trained.buffers())
         if [(b.shape, b.dtype) for b in own] != [(b.shape, b.dtype) for b in given]:
             for copy, module in zip(self.module.modules(), self.trained.modules(), strict=True):
-                if copy not in but:
+                if copy not in skipped:
                     new = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
                     copy._buffers.update(new)
             return
-        kept = {id(b) for layer in but for b in layer.buffers()}
+        kept = {id(b) for layer in skipped for b in layer.buffers()}
         if pairs := [pair for pair in zip(own, given, strict=True) if id(pair[0]) not in kept]:
             torch._foreach_copy_([copy for copy, _ in pairs], [b for _, b in pairs])
 
 
 def own_parts(model: nn.Module) -> list[Tensor]:
     """List this rank's parts of the parameters."""
-    return [local(p.detach()) for p in model.parameters() if not isinstance(p, Absent)]
+    return [local(p.detach()) for p in model.parameters() if not isinstance(p, Placeholder)]

@@ -1,4 +1,4 @@
-"""BatchNorm over the samples of all ranks, with torch's SyncBatchNorm; running statistics for other weights."""
+"""BatchNorm over all ranks' samples with torch's SyncBatchNorm, and running statistics for averaged weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +15,10 @@ KEY = "trainer.sync_batch_norm=true"
 
 
 def across_ranks(model: nn.Module, world: int, device: torch.device) -> nn.Module:
-    """Return the model with each BatchNorm as a SyncBatchNorm of the same parameters, buffers and names.
+    """Replace each BatchNorm with a SyncBatchNorm of the same parameters, buffers and names.
 
-    In training, a forward pass gathers mean, variance and count of each layer from all ranks, and a backward pass sums
-    two vectors: 4 C + 1 numbers for C channels. In evaluation nothing is sent. One rank keeps its BatchNorm.
-
-    Raises:
-        ConfigError: The device is a CPU, for which torch has no SyncBatchNorm, or the model has no BatchNorm.
+    In training, a layer gathers its mean, variance and count in the forward pass, and sums two vectors in the backward
+    pass: 4 C + 1 numbers for C channels. Nothing is sent in evaluation. On one rank the model is unchanged.
     """
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise ConfigError(f"{KEY}: the model has no BatchNorm; leave it out")
@@ -34,11 +31,7 @@ def across_ranks(model: nn.Module, world: int, device: torch.device) -> nn.Modul
 
 
 def refuse_no_items(model: nn.Module) -> None:
-    """Refuse a micro-batch of weight 0, because it has no backward pass, for which other ranks would wait.
-
-    Raises:
-        DataError: The model has a SyncBatchNorm.
-    """
+    """Refuse a micro-batch of weight 0 if the model has a SyncBatchNorm, as other ranks would wait for it."""
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         raise DataError(
             f"{KEY}: a micro-batch has weight 0, and other ranks would wait for its BatchNorm; set "
@@ -47,7 +40,7 @@ def refuse_no_items(model: nn.Module) -> None:
 
 
 def layers_with_statistics(model: nn.Module) -> list[_BatchNorm]:
-    """List the BatchNorm layers whose running statistics follow the training data. Frozen layers are left out."""
+    """List the BatchNorm layers whose running statistics follow the training data, which excludes frozen ones."""
     layers = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return [layer for layer in layers if layer.training and layer.running_mean is not None]
 
@@ -59,7 +52,7 @@ def normalises_by_batch(model: nn.Module) -> bool:
 
 
 def statistics(layer: _BatchNorm) -> list[Tensor]:
-    """List the mean, the variance and the count of batches, in this order."""
+    """List the mean, the variance and the count of batches."""
     assert layer.running_mean is not None and layer.running_var is not None
     assert layer.num_batches_tracked is not None
     return [layer.running_mean, layer.running_var, layer.num_batches_tracked]
@@ -67,10 +60,7 @@ def statistics(layer: _BatchNorm) -> list[Tensor]:
 
 @contextmanager
 def cumulative(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Recompute running statistics in the passes inside, with equal weight for each batch.
-
-    This is the rule of torch.optim.swa_utils.update_bn.
-    """
+    """Recompute running statistics in the passes inside, with equal weight per batch, as torch's `update_bn` does."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
@@ -84,9 +74,9 @@ def cumulative(layers: Sequence[_BatchNorm]) -> Iterator[None]:
 
 @torch.no_grad()
 def average_statistics(layers: Sequence[_BatchNorm], group: dist.ProcessGroup | None) -> None:
-    """Average the statistics of `cumulative` over the ranks of `group`, with equal weight for each batch.
+    """Average the statistics of `cumulative` over the ranks of `group`, with equal weight for each batch. A collective.
 
-    The result equals that of one rank which sees all batches, up to rounding. A collective; None: a single rank.
+    Up to rounding, the result equals that of one rank that sees all batches. `group` is None on a single rank.
     """
     if group is None:
         return

@@ -9,14 +9,10 @@ from trainer.errors import ConfigError
 
 
 def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: str) -> list[nn.Module]:
-    """Return the blocks in the order of the model.
+    """Return the blocks in the order of the model: those of these `classes`, or `recipe.blocks(model)`.
 
-    Args:
-        classes: Class names of the blocks. None: `recipe.blocks(model)`, or the members of the longest `nn.ModuleList`.
-        key: Key of the config that names the classes, for errors.
-
-    Raises:
-        ConfigError: The model has no such blocks.
+    Without either, they are the members of the longest `nn.ModuleList`. `key` is the config's key of the classes, for
+    errors.
     """
     modules = list(model.modules())
     if classes is None and hasattr(recipe, "blocks"):
@@ -35,7 +31,6 @@ def find_blocks(recipe: Any, model: nn.Module, classes: list[str] | None, key: s
 
 
 def longest_list(model: nn.Module) -> list[nn.Module]:
-    """Return the members of the longest `nn.ModuleList`; none without one."""
     return list(max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len, default=()))
 
 

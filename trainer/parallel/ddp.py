@@ -3,7 +3,7 @@
 import gc
 import importlib
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,26 +19,16 @@ from trainer.comm.phases import Phase, ends_with_wait, switch
 from trainer.comm.reduce import Background, Reduce
 from trainer.errors import ConfigError
 from trainer.parallel.batch_norm import refuse_no_items
-from trainer.parallel.meta import refuse_meta
 from trainer.parallel.sparse import sparse_weights
-from trainer.parallel.strategy import clip_gradients, copied, load_replica, own_names, trained, zero_loss
+from trainer.parallel.strategy import SingleDevice, own_names, zero_loss
 from trainer.parallel.warmup import constants, integer_buffers
 
 
-class DDP:
+class DDP(SingleDevice):
     """A copy of the model on each rank (Li et al. 2020, arXiv:2006.15704).
 
-    Args:
-        arguments: Keywords of DistributedDataParallel.
-        reduce: The Reduce chain; None: DDP's own reducer, in C++.
-        step: Returns the step whose gradients are reduced.
-
-    Attributes:
-        constant_buffers: Names of buffers that are equal on all ranks, which DDP does not broadcast.
+    `arguments` are those of DistributedDataParallel. Without `reduce`, its own reducer in C++ averages gradients.
     """
-
-    whole, lockstep, syncing = True, False, True
-    owned: Collection[Tensor] | None = None
 
     def __init__(
         self,
@@ -50,14 +40,11 @@ class DDP:
         reduce: Reduce | None,
         step: Callable[[], int],
     ) -> None:
-        refuse_meta(module)
+        super().__init__(module)
         refuse_debug()
-        self.model = self.module = module
         self.device, self.arguments = device, arguments
         self.data_rank, self.data_world, self.replicas = rank, world, dist.group.WORLD
-        self.parameters = trained(module)
         self.reduce, self.step, self.background = reduce, step, Background(device) if reduce else None
-        self.constant_buffers: frozenset[str] = frozenset()
         # DDP's constructor would load this module, and the import would hold DDP in a cycle of frames.
         importlib.import_module("torch._dynamo")
         self.lay_out({})
@@ -78,7 +65,7 @@ class DDP:
     def unwrap(self) -> None:
         wrapped, self.model = weakref.ref(self.model), self.module
         if wrapped() not in (None, self.module):
-            gc.collect()  # in a reference cycle: until it is collected, its buckets hold memory for all gradients
+            gc.collect()  # it is in a reference cycle, and its buckets hold memory for all gradients
 
     @property
     def bucket_bytes(self) -> int:
@@ -96,7 +83,7 @@ class DDP:
             self.model.require_forward_param_sync = False  # until the next pass that reduces
 
     def reduce_gradients(self) -> None:
-        """Reduce the accumulated gradients, with a backward pass that adds zero to each."""
+        """Reduce the accumulated gradients, using a backward pass that adds zero to each."""
         if isinstance(self.model, DistributedDataParallel):
             self.sync_gradients(True)
             zero = zero_loss(self.parameters, unused=False)
@@ -106,17 +93,11 @@ class DDP:
             ends_with_wait(passed)
             passed.backward()
 
-    def clip(self, max_norm: float | None) -> Tensor:
-        return clip_gradients(self.parameters, max_norm)
-
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
         refuse_no_items(self.module)
         run()
         unused = self.arguments["find_unused_parameters"]
         return zero_loss(self.parameters, unused, sparse_weights(self.module).values())
-
-    def copy(self) -> nn.Module:
-        return copied(self.module)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
         """Run two passes, because DDP rebuilds its buckets after the first; with a static graph, run three."""
@@ -133,11 +114,11 @@ class DDP:
         if not isinstance(self.model, DistributedDataParallel):
             return []
         assert self.model.logger is not None
-        self.model.logger.set_runtime_stats_and_log()  # else DDP does so only at the next forward pass
+        self.model.logger.set_runtime_stats_and_log()  # otherwise DDP does so only in the next forward pass
         # Missing with find_unused_parameters, which keeps the first layout.
         text = self.model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
         names = (name for name, p in self.module.named_parameters() if p.requires_grad)
-        # DDP counts only those that it does not ignore.
+        # DDP's indices exclude the parameters that it ignores.
         known = [i for i, name in enumerate(names) if name not in self.model.parameters_to_ignore]
         return [[known[int(i)] for i in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
@@ -148,12 +129,6 @@ class DDP:
         own, states = own_names(self.module, self.owned), optimizer_state(optimizer, self.module).items()
         return {"optimizer": {name: state for name, state in states if name in own}}
 
-    def own_part(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        return None
-
-    def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        load_replica(self.module, optimizer, sections, self.owned)
-
     def _reduce_bucket(self, _: None, bucket: dist.GradBucket) -> Future[Tensor]:
         assert self.background and self.reduce
         done = self.background.submit(self.reduce, bucket.buffer(), Bucket.of(bucket.parameters(), self.step()))
@@ -162,11 +137,7 @@ class DDP:
 
 
 def refuse_debug() -> None:
-    """Refuse a debug variable with which torch 2.13's DistributedDataParallel crashes on gloo (segmentation fault).
-
-    Raises:
-        ConfigError: TORCH_DISTRIBUTED_DEBUG is DETAIL.
-    """
+    """Refuse a debug variable with which torch 2.13's DistributedDataParallel crashes on gloo (segmentation fault)."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL and dist.get_backend() == "gloo":
         raise ConfigError(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch crashes with it on gloo; give INFO, or unset it (Echelon itself "

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def evenly(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide a sequence of parameters into at most `count` parts of similar size; return the indices of each."""
+    """Divide parameters of these sizes into at most `count` consecutive parts of similar size, as lists of indices."""
     parts: list[list[int]] = [[] for _ in range(count)]
     total, before = sum(sizes), 0
     for index, size in enumerate(sizes):

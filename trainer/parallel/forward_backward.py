@@ -13,19 +13,15 @@ from trainer.data.batch import Step
 from trainer.parallel.strategy import Strategy
 from trainer.parallel.torch_calls import backward
 
-# (a step's data, a function that waits for the total weight) -> the losses of the micro-batches.
-# Afterwards the parameters hold the gradients, reduced over the ranks.
+# (a step's data, a function that waits for the total weight) -> the losses of the micro-batches. Afterwards the
+# parameters have the gradients, reduced over the ranks.
 ForwardBackward = Callable[[Step, Callable[[], int]], list[Tensor]]
 
 
 class Accumulate:
     """Runs the passes of one micro-batch after another. The last one reduces the accumulated gradients.
 
-    Args:
-        loss: `recipe.loss`, under autocast if the precision uses it.
-
-    Attributes:
-        mark: Starts a phase of the clock; None if no clock runs.
+    `loss` is under autocast if the precision uses it. `mark` starts a phase of the clock; None if no clock runs.
     """
 
     mark: Callable[[Phase], None] | None = None

@@ -1,4 +1,4 @@
-"""Follows user code that freezes or unfreezes parameters between two steps, as a bare loop does."""
+"""Follows user code that freezes or unfreezes parameters between steps, as in a bare loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from trainer.errors import ConfigError
 
 TRAINS = attrgetter("requires_grad")
-LAID_OUT = ("wrap_reduce", "distribute", "wrap_optimizer", "rehearse")  # hooks that fix at the start what trains
+LAID_OUT = ("wrap_reduce", "distribute", "wrap_optimizer", "rehearse")  # hooks that determine at the start what trains
 
 
 def followed(module: nn.Module, world: int) -> list[nn.Parameter]:
@@ -19,14 +19,14 @@ def followed(module: nn.Module, world: int) -> list[nn.Parameter]:
 
 
 def changed(module: nn.Module, parameters: Sequence[nn.Parameter], before: Sequence[bool]) -> str:
-    """Return the name of the first parameter that was frozen or unfrozen, and which of the two, for an error."""
+    """Describe the first parameter that was frozen or unfrozen, for an error."""
     names = {p: name for name, p in module.named_parameters()}
     p, trained = next((p, was) for p, was in zip(parameters, before, strict=True) if p.requires_grad != was)
     return f"{names[p]}: was {'frozen' if trained else 'unfrozen'} during the run"
 
 
 def refuse_fixed(what: str, step: int, callbacks: Mapping[str, Any], hooks: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ConfigError if a callback has fixed at the start what trains."""
+    """Raise ConfigError if a callback has determined at the start what trains."""
     owners = {name: c for name, c in callbacks.items() if any(getattr(c, hook) in hooks[hook] for hook in LAID_OUT)}
     if owners:
         name = next(iter(owners))

@@ -1,4 +1,4 @@
-"""Which stage of a model has which blocks and which parameters."""
+"""The blocks and parameters of each stage of a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,26 +8,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Layout:
-    """The blocks of each stage, and the rank of the pipeline that runs the stage.
+    """The blocks of each stage, and the rank of the pipeline that runs the stage."""
 
-    Args:
-        starts: The first block of each stage; stage 0 starts at block 0.
-        blocks: The number of blocks.
-        ranks: Of the pipeline. A rank has one stage or two.
-        v: Of two stages on a rank, the second comes in reverse order of ranks (Qi et al. 2024, arXiv:2401.10241).
-    """
-
-    starts: tuple[int, ...]
-    blocks: int
-    ranks: int
-    v: bool = False
+    starts: tuple[int, ...]  # the first block of each stage
+    blocks: int  # their number
+    ranks: int  # per pipeline; each has one stage or two
+    v: bool = False  # second stages are in reverse order of ranks (Qi et al. 2024, arXiv:2401.10241)
 
     @property
     def stages(self) -> int:
         return len(self.starts)
 
     def rank(self, stage: int) -> int:
-        """Return the rank that runs the stage."""
         return self.stages - 1 - stage if self.v and stage >= self.ranks else stage % self.ranks
 
     def of(self, rank: int) -> list[int]:
@@ -39,14 +31,14 @@ class Layout:
         return self.starts[stage], (*self.starts, self.blocks)[stage + 1]
 
     def stage(self, block: int) -> int:
-        """Return the stage that runs the block."""
         return sum(start <= block for start in self.starts) - 1
 
 
 def homes(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout) -> dict[str, int]:
     """Return the stage of each module, by name.
 
-    A module that is in no block belongs to the first stage if the model defines it before the blocks, else to the last.
+    A module outside of all blocks belongs to the first stage if the model defines it before the blocks, else to the
+    last.
     """
     own = {id(module): layout.stage(i) for i, block in enumerate(blocks) for module in block.modules()}
     found: dict[str, int] = {}
@@ -60,7 +52,7 @@ def homes(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout) -> dict
 def holders(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout) -> dict[str, list[int]]:
     """Return the stages that use each parameter, in order, by the parameter's first name.
 
-    A parameter with several names, a tied one, may belong to two stages.
+    A tied parameter, which has several names, may belong to two stages.
     """
     home = homes(model, blocks, layout)
     names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
@@ -71,9 +63,9 @@ def holders(model: nn.Module, blocks: Sequence[nn.Module], layout: Layout) -> di
 
 
 def part_sums(model: nn.Module, blocks: Sequence[nn.Module], weigh: Callable[[nn.Parameter], float]) -> list[float]:
-    """Sum a number of each parameter over the part before the blocks, each block, and the part after them.
+    """Sum `weigh` of each parameter over the part before the blocks, each block, and the part after them.
 
-    A tied parameter may count in the first and in the last sum.
+    A tied parameter may count in both the first and the last sum.
     """
     block_of = {id(p): i for i, block in enumerate(blocks, start=1) for p in block.parameters()}
     ends, sums = holders(model, blocks, Layout((0, 1), len(blocks), 2)), [0.0] * (len(blocks) + 2)

@@ -1,4 +1,4 @@
-"""Finds the largest micro-batch that fits into the memory of a device."""
+"""Finds the largest micro-batch that fits a device's memory."""
 
 import gc
 from collections import Counter
@@ -13,7 +13,7 @@ from trainer.errors import is_out_of_memory
 from trainer.parallel.strategy import Strategy
 
 PROBE = 256  # rows and columns of a matrix whose optimizer state is measured
-EMPTIED = Counter[torch.device]()  # how often `drop_gradients` has released a device's unused memory
+EMPTIED = Counter[torch.device]()  # how often `drop_gradients` has released each device's unused memory
 
 
 def search(first: int, most: int, fits: Callable[[int], bool]) -> list[int]:
@@ -47,9 +47,7 @@ def state_share(
 ) -> float:
     """Return the bytes of optimizer state per byte of a float32 parameter, measured on small matrices.
 
-    Args:
-        choose: Some optimizers step hidden matrices and embeddings in different ways: `max` for the one with more
-            state, `min` for the one with less.
+    Optimizers may treat hidden matrices and embeddings differently: `choose` is `max` or `min` of the two.
     """
     probe, zeros = nn.Module(), torch.zeros(PROBE, PROBE, device=device)
     probe.weight = nn.Parameter(zeros.clone())  # a layer would draw numbers for its weights
@@ -63,25 +61,21 @@ def state_share(
 
 
 def bytes_of_step(strategy: Strategy, share: float) -> int:
-    """Return the bytes that a step allocates in addition to the first pass: gradients and optimizer state.
-
-    Args:
-        share: The result of `state_share`.
-    """
+    """Return the bytes that a step allocates after the first pass: gradients and optimizer state, by `state_share`."""
     stepped = strategy.parameters if strategy.owned is None else strategy.owned
     state = sum(share * p.numel() * max(4, p.element_size()) for p in stepped)  # float32 for bf16 weights too
     return sum(p.nbytes for p in strategy.parameters) + int(state)
 
 
-def fits_beside(held: int, run: Callable[[], Any], device: torch.device) -> bool:
+def fits_alongside(held: int, run: Callable[[], Any], device: torch.device) -> bool:
     """Return whether `run` fits into memory while `held` further bytes are allocated."""
 
-    def run_beside() -> None:
+    def run_alongside() -> None:
         memory = torch.empty(held, dtype=torch.uint8, device=device)
         run()
         del memory
 
-    return not fails(run_beside)
+    return not fails(run_alongside)
 
 
 def drop_gradients(parameters: Sequence[Tensor], device: torch.device) -> None:

@@ -41,12 +41,9 @@ def refuse_without_reset(model: nn.Module) -> None:
 def initialise(model: nn.Module, source: nn.Module, device: torch.device) -> None:
     """Copy initial values into a model, of which a rank may have only slices.
 
-    Each module of `source` gets memory on `device`, runs `reset_parameters()`, and releases the memory again. No device
-    therefore holds more than the largest module's own tensors. Tensors that have memory keep their values.
-
-    Args:
-        model: The model with memory. A parameter that two modules share gets its value from the first one.
-        source: The same modules, with tensors on the meta device.
+    Each module of `source`, the same model on the meta device, gets memory on `device`, runs `reset_parameters()`, and
+    releases the memory again. So no device holds more than the largest module's own tensors. Tensors that have memory
+    keep their values. A shared parameter gets the value of its first module.
     """
     done: set[int] = set()
     for name, module in source.named_modules():
@@ -70,7 +67,7 @@ def on_host(model: nn.Module) -> nn.Module:
 
 
 def fill(module: nn.Module, device: torch.device) -> bool:
-    """Allocate and initialise a module's own tensors if one of them has no memory."""
+    """Allocate and initialise a module's own tensors if one of them has no memory; return whether that was so."""
     if not empty(module):
         return False
     kept = {name: tensor for name, tensor in own(module).items() if not tensor.is_meta}
@@ -85,7 +82,6 @@ def fill(module: nn.Module, device: torch.device) -> bool:
 
 
 def own(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module that are not its children's."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
@@ -95,5 +91,5 @@ def empty(module: nn.Module) -> list[str]:
 
 
 def reset_of(module: Any) -> Callable[[], Any] | None:
-    """Return the method that initialises a module, as torch's modules name it."""
+    """Return the method that initialises a module, by the names that torch's modules use."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

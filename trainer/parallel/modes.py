@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def training(model: nn.Module) -> Iterator[None]:
-    """Set the model to training mode if it is in eval as a whole, as a run does; restore each module at the end."""
+    """Set the model to training mode if it is in eval as a whole; restore each module's mode at the end."""
     modes = [(module, module.training) for module in model.modules()]
     if not model.training:
         model.train()
@@ -21,7 +21,7 @@ def training(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set the model to eval mode; restore each module at the end, because a recipe may keep some in eval."""
+    """Set the model to eval mode; restore each module's mode at the end, because a recipe may keep some in eval."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Averages a pipeline stage's gradients over its replicas, alongside the last backward passes of a step."""
+"""Averages a pipeline stage's gradients over its replicas during the last backward passes of a step."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ BUCKET_BYTES = 25 << 20  # bucket size in bytes, the same as DDP's
 
 
 def cut_buckets(parameters: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Group the parameters into buckets of one dtype, last first, which is about the order of their gradients."""
+    """Group the parameters into buckets of one dtype, last first, which is roughly the order of their gradients."""
     buckets: list[list[int]] = []
     size = most
     for i in reversed(range(len(parameters))):
@@ -29,15 +29,10 @@ def cut_buckets(parameters: Sequence[Tensor], most: int) -> list[list[int]]:
 
 
 class Reducer:
-    """Reduces a bucket as soon as each of its parameters has the gradients of all micro-batches.
+    """Reduces a bucket once each parameter has the gradients of all its `passes`, which are micro-batches or more.
 
     Buckets are sent in order, so that all replicas send the same ones. A schedule that computes weight gradients
-    outside autograd, like zero bubble, fires no hooks; `finish` sends the rest.
-
-    Args:
-        passes: Per parameter, the number of backward passes in a step that add to its gradient.
-        reduce: The Reduce chain over the replicas; None without replicas.
-        names: The parameters' names, for errors.
+    outside autograd, such as zero bubble, fires no hooks; `finish` sends the rest. Without replicas, `reduce` is None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sparse gradients, which torch's embeddings have with `sparse=True`: a run that can't carry them is refused."""
+"""Sparse gradients, of embeddings with `sparse=True`, and the refusal of runs that can't carry them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,14 +7,14 @@ from torch.optim import Optimizer
 
 from trainer.errors import ConfigError
 
-# A callback with one of these takes gradients as dense tensors; one that measures or shows, with the first alone.
+# Callbacks with any of these take dense gradients; observers do with the first one only.
 HOOKS = ("wrap_reduce", "distribute", "wrap_forward_backward", "wrap_optimizer", "on_before_optimizer_step")
-TAKING = ("SGD", "Adagrad", "SparseAdam")  # of torch's and our optimizers
+ACCEPTING = ("SGD", "Adagrad", "SparseAdam")  # among torch's and our optimizers
 PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients; of a sparse one, the values of its rows, in the same memory."""
+    """Return the gradients; for a sparse one, the values of its rows, in the same memory."""
     found: list[Tensor] = []
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
@@ -37,14 +37,9 @@ def sparse_weights(module: nn.Module) -> dict[str, Tensor]:
 def refuse_sparse(
     module: nn.Module, optimizer: Optimizer, callbacks: Sequence[str], precision: str, nccl: bool
 ) -> None:
-    """Refuse what can't carry sparse gradients, if an embedding of the model has them.
+    """Refuse settings that can't carry sparse gradients, if an embedding of the model has them.
 
-    Args:
-        callbacks: Names of the callbacks that take gradients as dense tensors.
-        nccl: Ranks average gradients by NCCL.
-
-    Raises:
-        ConfigError: The message names the embedding and the setting.
+    `callbacks` names those that take dense gradients. `nccl` states whether ranks average gradients by NCCL.
     """
     sparse = sparse_weights(module)
     if not sparse:
@@ -58,19 +53,17 @@ def refuse_sparse(
     else:
         found = unfit(optimizer, [*sparse.values()])
     if found:
-        setting, way_out = found
+        setting, fix = found
         name = next(iter(sparse))
-        raise ConfigError(
-            f"{setting}: takes dense gradients, and {name} has sparse ones; {way_out}, or sparse=False there"
-        )
+        raise ConfigError(f"{setting}: takes dense gradients, and {name} has sparse ones; {fix}, or sparse=False there")
 
 
 def unfit(optimizer: Optimizer, sparse: Sequence[Tensor]) -> tuple[str, str] | None:
-    """Return the setting and the fix if the optimizer can't step these parameters. A user's own is trusted."""
+    """Return the setting and its fix if the optimizer can't step these parameters. A user's own is trusted."""
     kind, ids = type(optimizer), {id(p) for p in sparse}
     if kind.__module__.split(".")[0] not in ("torch", "trainer"):
         return None
-    if kind.__name__ not in TAKING:
+    if kind.__name__ not in ACCEPTING:
         return f"optimizer={kind.__name__.lower()}", "use adagrad or sgd"
     for group in optimizer.param_groups:
         for key in ("momentum", "weight_decay"):

@@ -1,4 +1,4 @@
-"""Refuses a run whose weights, gradients and optimizer state together exceed memory, before the latter two exist."""
+"""Refuses a run whose weights, gradients and optimizer state exceed memory, before the latter two exist."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -16,7 +16,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.process import cgroup
 
 GIB = 1 << 30
-SMALL = 64 << 20  # bytes of the weights of a rank, below which nothing is checked
+SMALL = 64 << 20  # bytes of a rank's weights below which nothing is checked
 
 
 def refuse_too_large(
@@ -28,16 +28,11 @@ def refuse_too_large(
     averaged: bool,
     in_backward: bool,
 ) -> None:
-    """Compare the bytes that the first steps add on all ranks of a host, or on a GPU, with those that are free there.
+    """Compare the bytes that the first steps add, on a GPU or on all ranks of a host, with those that are free there.
 
-    Only what is certain counts: activations, and what torch and kernels take for themselves, come on top. A collective.
-
-    Args:
-        averaged: A callback keeps an average of the weights.
-        in_backward: A callback steps parameters as soon as their gradients are there, and may drop these.
-
-    Raises:
-        ConfigError: They do not fit, on this rank or another; on every rank.
+    Only certain memory counts; activations and the overhead of torch and kernels come on top. Raise ConfigError on
+    every rank if one lacks memory. A collective. `averaged` states whether a callback keeps an average of the weights,
+    `in_backward` whether one steps parameters in the backward pass, and may free their gradients.
     """
     weights = size(chain(module.parameters(), module.buffers()))
     if max(ranks.each(weights)) < SMALL:
@@ -65,11 +60,7 @@ def refuse_too_large(
 
 
 def added_bytes(strategy: Strategy, module: nn.Module, share: float, averaged: bool, in_backward: bool) -> int:
-    """Return the bytes that this rank has after a step, and not before the first pass.
-
-    Args:
-        share: Of `state_share`.
-    """
+    """Return the bytes that this rank adds after the first pass begins; `share` is from `state_share`."""
     stepped = strategy.parameters if strategy.owned is None else strategy.owned
     state = sum(int(share * p.numel() * max(4, p.element_size())) for p in map(local, stepped))
     # Without buckets, gradients of other owners may be freed early. A sparse gradient has the rows of a batch.

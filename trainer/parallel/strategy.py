@@ -1,4 +1,4 @@
-"""The contract of a strategy, which lays a model out over the ranks, and the strategy for a single device."""
+"""The interface of strategies, which lay a model out over the ranks, and the strategy for a single device."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -21,7 +21,7 @@ from trainer.parallel.sparse import gradients, sparse_weights
 
 
 class OutputElsewhere(BaseException):
-    """Raised by the forward pass on a rank without output, which another stage has. Recipes do not catch it."""
+    """Raised by the forward pass on ranks whose stage has no output. Recipes do not catch it."""
 
 
 class Strategy(Protocol):
@@ -36,7 +36,7 @@ class Strategy(Protocol):
     lockstep: bool  # forward passes communicate, so every rank must run equally many, even in validation
     syncing: bool  # whether the next backward pass reduces
     constant_buffers: frozenset[str]  # names of buffers that are equal on all ranks
-    owned: Collection[Tensor] | None  # tensors that only this rank of `replicas` steps; None: all of them; may be set
+    owned: Collection[Tensor] | None  # tensors that only this rank of `replicas` steps; None: all; may be set
 
     @property
     def bucket_bytes(self) -> int:
@@ -45,15 +45,12 @@ class Strategy(Protocol):
 
     def sync_gradients(self, on: bool) -> None:
         """Switch the reduction in the following backward passes on or off. Called only on a change."""
-        ...
 
     def share_buffers(self) -> None:
         """Broadcast the buffers now, so that passes without a reduction communicate nothing. A collective."""
-        ...
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that passes without a reduction have accumulated. A collective."""
-        ...
 
     def clip(self, max_norm: float | None) -> Tensor:
         """Scale the gradients to a global norm of at most `max_norm`; return the norm before scaling, a scalar."""
@@ -69,7 +66,6 @@ class Strategy(Protocol):
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
         """Run passes, to be discarded, until the layout of the gradients no longer changes."""
-        ...
 
     def buckets(self) -> list[list[int]]:
         """Return the buckets of the gradients as indices of `parameters`; empty if there are none."""
@@ -77,7 +73,6 @@ class Strategy(Protocol):
 
     def unwrap(self) -> None:
         """Use the bare model from now on. Its backward pass reduces nothing."""
-        ...
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         """Return this rank's part of the checkpoint's sections `model` and `optimizer`. No collective.
@@ -97,11 +92,10 @@ class Strategy(Protocol):
 
         The sections are whole, with a `parts.Stored` for each tensor, of which this rank reads the slice it needs.
         """
-        ...
 
 
 class SingleDevice:
-    """The strategy for one rank: the model itself."""
+    """The strategy for one rank: the model itself. `owned` is for strategies that inherit from this one."""
 
     data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
     replicas: ProcessGroup | None = None
@@ -111,35 +105,36 @@ class SingleDevice:
 
     def __init__(self, model: nn.Module) -> None:
         refuse_meta(model)
-        self.model, self.parameters = model, trained(model)
+        self.model = self.module = model
+        self.parameters = trained(model)
 
     def sync_gradients(self, on: bool) -> None:
         self.syncing = on
 
     def share_buffers(self) -> None:
-        """Do nothing: no other rank has buffers."""
+        """Do nothing."""
 
     def reduce_gradients(self) -> None:
-        """Do nothing: no other rank has gradients."""
+        """Do nothing."""
 
     def clip(self, max_norm: float | None) -> Tensor:
         return clip_gradients(self.parameters, max_norm)
 
     def zero_loss(self, run: Callable[[], Tensor]) -> Tensor:
         run()
-        return zero_loss(self.parameters, unused=False, sparse=sparse_weights(self.model).values())
+        return zero_loss(self.parameters, unused=False, sparse=sparse_weights(self.module).values())
 
     def copy(self) -> nn.Module:
-        return copied(self.model)
+        return copied(self.module)
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Do nothing: there is no layout that changes."""
+        """Do nothing."""
 
     def buckets(self) -> list[list[int]]:
         return []
 
     def unwrap(self) -> None:
-        """Do nothing: the model is bare."""
+        """Do nothing."""
 
     def save(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         return {}
@@ -148,7 +143,11 @@ class SingleDevice:
         return None
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        load_replica(self.model, optimizer, sections)
+        self.module.load_state_dict(read_all(sections["model"]))
+        if "optimizer" in sections:
+            own, states = own_names(self.module, self.owned), sections["optimizer"].items()
+            own_states = {name: read_all(state) if name in own else {} for name, state in states}
+            load_optimizer_state(optimizer, self.module, own_states)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
@@ -166,16 +165,12 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return whether several elements share memory, so that torch does not allow writes into the tensor."""
+    """Return whether elements of the tensor share memory, so that torch does not allow writes."""
     return tensor.layout == torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model. A tensor with a graph, such as `weight` under `weight_norm`, is detached.
-
-    Raises:
-        ConfigError: The model has an attribute that can't be copied.
-    """
+    """Return a deep copy of the model. A tensor with a graph, such as `weight` under `weight_norm`, is detached."""
     attributes = [(f"{name}.{key}", value) for name, m in model.named_modules() for key, value in vars(m).items()]
     computed = {id(v): v.detach().clone() for _, v in attributes if isinstance(v, Tensor) and not v.is_leaf}
     try:
@@ -198,32 +193,18 @@ def can_be_copied(value: Any, known: Mapping[int, Any]) -> bool:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that have gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def own_names(module: nn.Module, owned: Collection[Tensor] | None) -> set[str]:
-    """Return the names of the parameters that this rank steps, by `Strategy.owned`."""
+    """Return the names of the parameters that this rank steps."""
     return {name for name, p in module.named_parameters() if owned is None or p in owned}
 
 
-def load_replica(
-    module: nn.Module, optimizer: Optimizer, sections: Mapping[str, Any], owned: Collection[Tensor] | None = None
-) -> None:
-    """Load the sections of `Strategy.load`, as a rank does that has the whole model and steps `owned`."""
-    module.load_state_dict(read_all(sections["model"]))
-    if "optimizer" in sections:
-        own, states = own_names(module, owned), sections["optimizer"].items()
-        own_states = {name: read_all(state) if name in own else {} for name, state in states}
-        load_optimizer_state(optimizer, module, own_states)
-
-
 def zero_loss(parameters: Sequence[Tensor], unused: bool, sparse: Collection[Tensor] = ()) -> Tensor:
-    """Return 0.0, with a gradient of zero for each parameter.
+    """Return 0.0, with a gradient of zero for each parameter, sparse for those in `sparse`.
 
-    Args:
-        sparse: Parameters with sparse gradients, which get one of a single row.
-        unused: DDP looks for unused parameters, so no micro-batch can have weight 0.
+    If DDP looks for `unused` parameters, no micro-batch can have weight 0, so raise DataError.
     """
     if unused:
         raise DataError(
@@ -244,7 +225,7 @@ def clip_gradients(parameters: list[nn.Parameter], max_norm: float | None) -> Te
 
 
 def clip_values(parameters: Sequence[Tensor], most: float) -> None:
-    """Clip each element of the gradients to [-most, most], in place. A rank that has a slice of a gradient clips it."""
+    """Clip each element of the gradients, or of this rank's slices of them, to [-most, most] in place."""
     own = [local(gradient) for gradient in gradients(parameters)]
     if own:  # else nan_guard has dropped the step, or no parameter is this rank's
         torch._foreach_clamp_min_(own, -most)

@@ -1,8 +1,8 @@
-"""Calls torch's backward pass and optimizers below their Python wrappers, wherever nothing hangs on the wrappers.
+"""Calls torch's backward pass and optimizers without their Python wrappers, unless something uses the wrappers.
 
-A wrapper checks its arguments, opens a region for a profiler and calls hooks: a third of the time of a small model's
-step. The kernels, their order and their bits are the same. Private functions of torch that do this are called in this
-file alone. A torch that lacks one of them gets the public calls.
+A wrapper checks arguments, opens a profiler's region and calls hooks, which takes a third of a small model's step. The
+kernels, their order and their bits are the same. The private functions of torch for this are called only in this file.
+If this torch lacks one, the public functions are called.
 """
 
 import contextvars
@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 TORCH: Any = torch._C
 AUTOGRAD: Any = getattr(TORCH, "_autograd", None)
 ENGINE: Any = getattr(Variable, "_execution_engine", None)
-PUBLIC = Tensor.backward, torch.autograd.backward  # libraries replace them
+PUBLIC = Tensor.backward, torch.autograd.backward  # libraries may replace them
 NEEDED = (
     (TORCH, "_len_torch_function_stack"), (TORCH, "_set_grad_enabled"), (TORCH, "_stash_obj_in_tls"),
     (TORCH, "_remove_obj_from_tls"), (AUTOGRAD, "_profiler_enabled"), (ENGINE, "run_backward"),
     (optimizers, "_global_optimizer_pre_hooks"), (optimizers, "_global_optimizer_post_hooks"),
 )  # fmt: skip
 FOUND = all(hasattr(owner, name) for owner, name in NEEDED)
-LOG = logging.getLogger("torch.autograd.graph")  # which shows each node, by TORCH_LOGS=+autograd
+LOG = logging.getLogger("torch.autograd.graph")  # logs each node with TORCH_LOGS=+autograd
 
 
 def defer_dynamo() -> None:
@@ -58,7 +58,7 @@ def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def backward(loss: Tensor) -> None:
-    """Do what `loss.backward()` does."""
+    """Do the same as `loss.backward()`."""
     if (
         not FOUND or LOG.isEnabledFor(logging.DEBUG) or torch.is_anomaly_enabled()
         or type(loss) is not Tensor or loss.dim() or TORCH._len_torch_function_stack()
@@ -75,7 +75,7 @@ def backward(loss: Tensor) -> None:
 
 
 def stepper(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return a function that does what `optimizer.step()` does."""
+    """Return a function that does the same as `optimizer.step()`."""
     kind = type(optimizer)
     inner = unwrapped(kind) if FOUND else None
 
@@ -104,7 +104,7 @@ def stepper(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def unwrapped(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
-    """Return the step of an optimizer class of torch's own, below its wrappers; None for another class."""
+    """Return the step of one of torch's own optimizer classes without its wrappers; None for another class."""
     hooked = getattr(kind, "step", None)
     graded = getattr(hooked, "__wrapped__", None)
     inner = getattr(graded, "__wrapped__", None)

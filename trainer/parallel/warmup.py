@@ -1,4 +1,4 @@
-"""Discarded passes before the first step: they leave no trace in buffers, and their time is measured."""
+"""Discarded passes before the first step: they leave no trace in buffers, and are timed."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from trainer.comm.ranks import Ranks
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the module's buffers at the end: discarded passes change running statistics."""
+    """Restore the module's buffers at the end, because discarded passes change running statistics."""
     before = [buffer.clone() for buffer in module.buffers()]
     yield
     for buffer, value in zip(module.buffers(), before, strict=True):
@@ -22,7 +22,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def integer_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copy the buffers that are not floating-point, which passes often leave as they are."""
+    """Copy the buffers that are not floating-point, which passes often leave unchanged."""
     return {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_floating_point()}
 
 
@@ -47,6 +47,5 @@ def time_pass(run_pass: Callable[[], None], ranks: Ranks) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

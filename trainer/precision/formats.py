@@ -1,4 +1,4 @@
-"""Number formats: the autocast region and the loss scaler that follow from one setting, and deterministic kernels."""
+"""Number formats: autocast and loss scaling, which follow from one setting, and deterministic kernels."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,32 +23,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16} 
 class Precision:
     """The number formats of a run: `fp32`, `tf32`, `bf16` and `fp16` autocast, `fp8`, or `bf16_params`.
 
-    With `tf32`, on Ampere or later, float32 matrix products have a 10-bit mantissa. With `fp16`, loss scaling is
-    dynamic (Micikevicius et al. 2018, arXiv:1710.03740). With other formats the scaler is disabled, and every call to
-    it is a no-op.
+    With `fp16`, loss scaling is dynamic (Micikevicius et al. 2018, arXiv:1710.03740); otherwise the scaler is disabled.
+    `bf16_params` computes the whole model in bf16 without autocast, which would run LayerNorm in float32. Modules read
+    bf16 copies of float32 master weights, and only parameters, inputs and outputs are cast. Without `master_weights`,
+    parameters and gradients are bf16 only, and steps round stochastically.
 
-    `bf16_params` computes all of the model in bf16, without autocast. Parameters are float32 master weights
-    (arXiv:1710.03740), and modules read bf16 copies of them. On a GPU autocast runs LayerNorm in float32, and casts its
-    results for each product. Here nothing is cast but parameters, inputs and outputs. Without `master_weights`
-    parameters are stored in bf16 alone, and so are gradients; steps round stochastically, as `round_steps` has it.
+    `auto` is bf16 on GPUs that compute in it, fp16 on other GPUs, and fp32 on CPUs. Weights and gradients are float32,
+    so ranks with different formats train together. If any rank uses fp16, all ranks scale their losses. A sum over
+    ranks contains any rank's overflow, so all ranks skip the step.
 
-    `fp8` is bf16 autocast whose linear layers compute in FP8, as `compute_in_fp8` has it.
-
-    `auto` is each device's own: bf16 on a GPU that computes in it, fp16 on other GPUs, and fp32 on a CPU. Weights and
-    gradients are float32 in these formats, so ranks of different formats train together. If one rank is in fp16, all
-    ranks scale their losses alike, since a sum over ranks has one scale. An overflow of one rank is in that sum, so all
-    ranks skip the step.
-
-    `torch.backends.cudnn.benchmark` is the recipe's to set, since its search runs again for each new shape of a batch.
+    The recipe may set `torch.backends.cudnn.benchmark`, whose search runs again for each batch shape.
 
     Args:
-        deterministic: Use kernels that give the same bits every time. If an operation has no such kernel, torch raises.
-        each: Returns on every rank the values of all ranks.
-        master_weights: Store the parameters of `bf16_params` in float32.
-
-    Attributes:
-        name: The format of this rank.
-        label: The format of all ranks, or the formats in the order of ranks.
+        deterministic: Use kernels that always give the same bits. torch raises if an operation has none.
+        each: Gathers a value from all ranks, on every rank.
     """
 
     def __init__(
@@ -85,17 +73,13 @@ class Precision:
                 )
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-            torch.use_deterministic_algorithms(True)  # loads Inductor, which reads its variable
-            # Else each torch.empty is filled with NaN: a write of all memory.
+            torch.use_deterministic_algorithms(True)  # loads Inductor, which reads the variable above
+            # Otherwise each torch.empty is filled with NaN, which writes all of its memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
             torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return the model; with `bf16_params`, its modules read their parameters in bf16. Convert it for `fp8`.
-
-        Raises:
-            ConfigError: A module reads its parameters in another way, or no layer can compute in FP8.
-        """
+        """Return the model, prepared for `bf16_params` or `fp8`. Raise ConfigError if that is impossible."""
         if self.name == "fp8":
             return compute_in_fp8(model)
         if not self.master_weights:
@@ -118,26 +102,24 @@ class Precision:
                 handle.remove()
 
     def wrap_optimizer(self, optimizer: Optimizer, module: nn.Module, seed: int, step: Callable[[], int]) -> Optimizer:
-        """Return the optimizer; without master weights its steps round stochastically."""
         return optimizer if self.master_weights else round_steps(optimizer, module, seed, step)
 
     def cast(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` under autocast; in float32 `function` itself: a null context takes 2 us of a small step."""
+        """Return `function` under autocast. Without autocast return it unchanged, because a null context costs 2 us per
+        step.
+        """
         return torch.autocast(self.device.type, DTYPES[self.name])(function) if self.name in DTYPES else function
 
 
 def fastest(device: torch.device) -> str:
-    """Return the fastest format that the device computes in."""
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def agree(setting: str, name: str, each: Callable[[Any], list[Any]]) -> str:
-    """Return the formats of all ranks: `bf16`, or `2 x bf16, 1 x fp32` in the order of ranks. A collective.
-
-    Raises:
-        ConfigError: Ranks have different settings.
+    """Return the formats of all ranks, such as `bf16` or `2 x bf16, 1 x fp32`, and check that all settings agree. A
+    collective.
     """
     rows = each([setting, name])
     for rank, (other, _) in enumerate(rows):
@@ -151,21 +133,16 @@ def agree(setting: str, name: str, each: Callable[[Any], list[Any]]) -> str:
 
 
 def used_cuda() -> bool:
-    """Return whether this process has allocated GPU memory, which any call of cuBLAS requires."""
+    """Return whether this process has allocated GPU memory, as any call of cuBLAS does."""
     stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
     return any(each.get("allocation.all.allocated") for each in stats)
 
 
 def compute_in_bf16(model: nn.Module) -> list[RemovableHandle]:
-    """Make modules read float32 parameters as bf16, and cast the model's float inputs to bf16, its outputs to float32.
+    """Make modules read float32 parameters as bf16, cast float inputs of the model to bf16 and its outputs to float32.
 
-    Return the handles of the hooks that cast inputs and outputs.
-
-    Names, dtypes and gradients of the parameters do not change. Gradients are computed in bf16 and accumulated in
-    float32. Batch norm takes bf16 inputs, and keeps float32 parameters and statistics.
-
-    Raises:
-        ConfigError: The model has an RNN, which keeps a list of its parameters.
+    Return the handles of the hooks that cast. The parameters' names, dtypes and gradients do not change. Gradients are
+    computed in bf16 and accumulated in float32. Batch norm keeps float32 parameters and statistics.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):

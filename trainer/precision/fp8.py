@@ -1,4 +1,4 @@
-"""Computes the matrix products of linear layers in FP8, with torchao."""
+"""Computes the matrix products of linear layers in FP8, using torchao."""
 
 import importlib.util
 import logging
@@ -19,11 +19,6 @@ FIT = "fit"
 
 
 def refuse_without_fp8(device: torch.device) -> None:
-    """Refuse a device or an installation that can't compute in FP8.
-
-    Raises:
-        ConfigError: The device has no FP8, or the package torchao is missing.
-    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FIRST:
         raise ConfigError(
             f"{KEY}: {device} has no FP8, which needs a GPU of compute capability 8.9 or later; use "
@@ -36,14 +31,11 @@ def refuse_without_fp8(device: torch.device) -> None:
 def compute_in_fp8(model: nn.Module) -> nn.Module:
     """Let linear layers compute in FP8 (Micikevicius et al. 2022, arXiv:2209.05433), and return the model.
 
-    Inputs and weights become E4M3, and gradients of outputs E5M2. Each tensor has one scale, of its present largest
-    value. The parameters stay: names, float32 values and optimizer state.
+    Inputs and weights are cast to E4M3, and gradients of outputs to E5M2. Each tensor has one scale, from its current
+    maximum. Names, float32 values and optimizer state of the parameters stay the same.
 
-    Some layers stay as they are. FP8 needs sizes that are multiples of 16. Output heads and weights tied to embeddings,
-    which `hidden_matrices` finds, need more bits. A new layer would lose the code of a subclass, or of a hook.
-
-    Raises:
-        ConfigError: No layer can compute in FP8.
+    Layers are not converted if their sizes are no multiples of 16. Neither are output heads and weights tied to
+    embeddings, which need more bits, nor layers with a subclass or hooks, whose code would be lost.
     """
     convert, config = load_torchao()
     matrices = hidden_matrices(model)
@@ -59,7 +51,7 @@ def compute_in_fp8(model: nn.Module) -> nn.Module:
 
 
 def kind(layer: nn.Linear, matrices: set[Any]) -> str:
-    """Return `FIT`, or why the layer stays as it is."""
+    """Return `FIT`, or why the layer is not converted."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     if type(layer) is not nn.Linear or any(hooks):
         return "with code of their own"
@@ -69,9 +61,9 @@ def kind(layer: nn.Linear, matrices: set[Any]) -> str:
 
 
 def load_torchao() -> tuple[Any, Any]:
-    """Return torchao's conversion, and a configuration that also accepts token counts that are not multiples of 16.
+    """Return torchao's conversion, and a configuration that pads token counts to multiples of 16.
 
-    Importing torchao warns about libraries that other versions of Python or torch would load, and FP8 does not need.
+    Its import warns about libraries for other versions of Python or torch, which FP8 does not need.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)

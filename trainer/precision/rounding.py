@@ -1,4 +1,4 @@
-"""Trains weights that are stored only in bf16: each step rounds them stochastically."""
+"""Trains weights that are stored in bf16 only: each step rounds them stochastically."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,11 +18,7 @@ STRIDE, SCRAMBLES = 0xBF58476D1CE4E5B9, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049
 
 
 def store_in_bf16(model: nn.Module) -> None:
-    """Round the float32 parameters, except batch norm's, to the nearest bf16. They stay the same objects.
-
-    Raises:
-        ConfigError: A parameter has another format.
-    """
+    """Round float32 parameters in place to the nearest bf16, except those of batch norm."""
     norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
     kept = {p for module in norms for p in module.parameters(recurse=False)}
     for name, p in model.named_parameters():
@@ -40,17 +36,17 @@ def store_in_bf16(model: nn.Module) -> None:
 def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callable[[], int]) -> Optimizer:
     """Let the optimizer step float32 copies of its bf16 parameters, and round the results stochastically.
 
-    Round to nearest would drop every update below half a unit in the last place (Gupta et al. 2015, arXiv:1502.02551;
-    Zamirai et al. 2020, arXiv:2010.06192). Stochastic rounding keeps each in the mean. Random numbers are keyed by
-    (seed, step, parameter), so replicas stay equal, and a resume has the same bits. The optimizer's state is float32.
-    A float32 parameter is stepped as it is.
+    Rounding to nearest would drop every update below half a unit in the last place (Gupta et al. 2015,
+    arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192). Stochastic rounding preserves updates on average. Random
+    numbers are keyed by (seed, step, parameter), so replicas stay equal, and a resume gives the same bits. Optimizer
+    state and float32 parameters are not rounded.
 
-    Memory: float32 copies of `CHUNK` elements of weights and gradients. The optimizer's step must be a function of each
-    parameter alone.
+    The optimizer must step each parameter independently. Memory: float32 copies of `CHUNK` elements of weights and
+    gradients.
 
     Args:
-        module: Gives each parameter its number, by the order of names.
-        step: Returns the number of steps done.
+        module: Numbers the parameters, in the order of their names.
+        step: Returns the number of finished steps.
     """
     refuse_coupled(optimizer, "trainer.master_weights=false", by_parameter=True)
     numbers: dict[Tensor, int] = {p: i for i, p in enumerate(module.parameters())}
@@ -76,7 +72,7 @@ def round_steps(optimizer: Optimizer, module: nn.Module, seed: int, step: Callab
 
 
 def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut the parameters into groups of at most `CHUNK` elements."""
+    """Split the parameters into groups of at most `CHUNK` elements, or single larger ones."""
     group: list[Tensor] = []
     for p in params:
         if group and sum(q.numel() for q in group) + p.numel() > CHUNK:
@@ -90,9 +86,9 @@ def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def step_copies(
     optimizer: Any, group: dict[str, Any], params: Sequence[Tensor], plain: Callable[[Any], Any]
 ) -> list[Tensor]:
-    """Step float32 copies instead of the parameters, with the parameters' state; return the copies.
+    """Step float32 copies of the parameters with the parameters' state, and return the copies.
 
-    Changing the dtype of `p.data` would drop the node that accumulates its gradient, and DDP's hook with it.
+    Changing the dtype of `p.data` instead would drop the node that accumulates its gradient, and with it DDP's hook.
     """
     copies, state = [p.detach().to(torch.float32, copy=True) for p in params], optimizer.state
     for p, copy in zip(params, copies, strict=True):
@@ -109,10 +105,10 @@ def step_copies(
 
 
 def rounded(value: Tensor, key: int) -> Tensor:
-    """Round float32 to one of the two nearest bf16 numbers, with the probability that keeps the mean.
+    """Round float32 to one of the two nearest bf16 numbers, with probabilities that preserve the mean.
 
-    A bf16 number is the upper half of a float32 number. So 16 random bits are added, and the lower half is cut off.
-    Infinity and NaN stay.
+    bf16 is the upper half of float32. So 16 random bits are added, and the lower half is cut off. Infinity and NaN
+    stay.
     """
     noise = random_words(key, value.numel(), value.device).view(value.shape)
     cut = ((value.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
@@ -120,9 +116,9 @@ def rounded(value: Tensor, key: int) -> Tensor:
 
 
 def random_words(key: int, count: int, device: torch.device) -> Tensor:
-    """Return `count` numbers of 16 bits as int32 (count,): the words of `rng.mix_each`, the same on every device.
+    """Return `count` 16-bit numbers as int32 (count,): the words of `rng.mix_each`, the same on every device.
 
-    torch's own generators give different numbers on different GPU models, so replicas on such GPUs would diverge.
+    torch's generators differ between GPU models, so replicas on different GPUs would diverge.
     """
     state = torch.arange(-(-count // 4), device=device) * signed(STRIDE) + signed(key)
     for shift, factor in SCRAMBLES:
@@ -131,5 +127,5 @@ def random_words(key: int, count: int, device: torch.device) -> Tensor:
 
 
 def signed(word: int) -> int:
-    """Return the int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word

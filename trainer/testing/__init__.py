@@ -1,4 +1,4 @@
-"""Checks for callbacks of one's own."""
+"""Checks for your own callbacks."""
 
 from trainer.testing.contract import check_callback
 

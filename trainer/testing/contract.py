@@ -1,4 +1,4 @@
-"""The contract of a callback, on real ranks: what it promises is compared with training without it."""
+"""Checks the contract of a callback on real ranks, by comparing runs with it and without it."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ NAME = "callback"  # in the runs
 
 
 class Points(Dataset[dict[str, Tensor]]):
-    """Synthetic: points and a smooth function of them, in float64; 1 to 4 of the outputs count."""
+    """Synthetic float64 data: points, a smooth function of them, and a mask with 1 to 4 of the 4 outputs."""
 
     def __len__(self) -> int:
         return 40
@@ -50,7 +50,7 @@ class Network(nn.Module):
 
 
 class SmallRecipe:
-    """A network with dropout on synthetic points, whose micro-batches have unequal weights."""
+    """A network with dropout, whose micro-batches have unequal weights."""
 
     def model(self) -> nn.Module:
         return Network()
@@ -72,7 +72,7 @@ def sgd(params: Any) -> Optimizer:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a check."""
+    """The training runs of a check."""
 
     make: Callable[[], Callback]
     recipe: Callable[[], Any]
@@ -82,7 +82,6 @@ class Runs:
     options: Mapping[str, Any]
 
     def train(self, place: Place, name: str, accumulate: int, own: bool, resume: str | None = None) -> dict[str, float]:
-        """Train once, and return the metrics of the last validation."""
         options = {"max_steps": self.steps, "log_every_steps": 1, "check_replicas_every": 1, **self.options}
         checkpoint = CheckpointOptions(every_steps=self.steps // 2, keep=3)
         trainer = Trainer(
@@ -95,7 +94,7 @@ class Runs:
         return trainer.validation
 
     def on_rank(self, place: Place, folder: Path) -> dict[str, Any]:
-        """Train without the callback, with it, and with it from half of the steps on; return what differs."""
+        """Train without the callback, with it, and with it from half of the steps on; return the differences."""
         half, reports = f"step-{self.steps // 2:08d}", {}
         for accumulate in (1, 2):
             names = [f"{kind}-{accumulate}" for kind in ("plain", "straight", "resumed")]
@@ -104,7 +103,7 @@ class Runs:
             resumed = self.train(place, names[2], accumulate, own=True, resume=f"ckpt/{names[1]}/{half}")
             if place.rank == 0:
                 saved = [load(Path("ckpt", name, f"step-{self.steps:08d}")) for name in names]
-                start = load(Path("ckpt", names[0], half))  # a step of both: the update after it is compared
+                start = load(Path("ckpt", names[0], half))  # of both runs; the update after it is compared
                 reports[accumulate] = {
                     "distance": distance(saved[1]["model"], saved[0]["model"], start["model"]),
                     "different": differences(saved[1], saved[2]),
@@ -125,29 +124,29 @@ def check_callback(
     options: Mapping[str, Any] | None = None,
     timeout_s: float = 120.0,
 ) -> dict[int, float]:
-    """Train short runs with a callback, and hold it to the promises of the contract. Takes seconds.
+    """Train short runs with a callback, and check that it keeps the contract. Takes seconds.
 
-    The promises, with one and with two micro-batches in a step, on one rank and on `ranks`:
+    The promises, on one rank and on `ranks`, with one and with two micro-batches per step:
 
-    - A run that is resumed from its middle ends with the bits of the run that was not. Compared are weights,
-      optimizer, and the states of the callback on all ranks.
+    - A run that resumes from its middle ends with the same bits as an uninterrupted one: weights, optimizer, and the
+    callback's states on all ranks.
     - All ranks have the same weights after each step.
-    - If `exact` is true, weights are those of training without the callback, to rounding. If it is false, they
-      differ, at most by `bound`.
+    - If `exact` is true, the weights equal those of training without the callback, up to rounding. If it is false, they
+    differ by at most `bound`.
 
     Args:
         make: Returns a new callback; called for each run.
         ranks: Processes, forked from this one. They compute on the CPU.
-        bound: Largest distance to training without the callback, relative to the length of that training's update;
-            None: any.
-        recipe: Returns the recipe; the default is a small network in float64.
-        options: Further values of `Options`, such as {"clip_norm": 1.0}.
+        bound: Largest distance to training without the callback, relative to the norm of that training's update; None:
+            any.
+        recipe: Returns the recipe; by default a small network in float64.
+        options: More values of `Options`, such as {"clip_norm": 1.0}.
 
     Returns:
         The distance to training without the callback, by the number of ranks.
 
     Raises:
-        AssertionError: A promise is broken. The message has all of them, a line each.
+        AssertionError: Promises are broken. The message has one line for each.
     """
     runs = Runs(make, recipe, optimizer, batch, steps, options or {})
     name, exact, broken, distances = type(make()).__name__, make().exact, [], {}
@@ -161,7 +160,6 @@ def check_callback(
 
 
 def idle(callback: Callback, world: int) -> bool:
-    """Return whether the callback does nothing on so few ranks."""
     return callback.communicates and world == 1
 
 
@@ -185,7 +183,6 @@ def broken_promises(report: Mapping[str, Any], exact: bool, bound: float | None)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the tensors and values of a checkpoint, of all ranks."""
     manifest = verify(path)
     state = load_state(path, manifest["files"])
     parts = {name: read_all(part) for name, part in open_parts(path, manifest["files"], manifest["world"]).items()}
@@ -201,7 +198,6 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of what two checkpoints have differently, bit for bit."""
     first, second = flatten(one), flatten(other)
     names = dict.fromkeys([*first, *second])
     return [name for name in names if bits(first.get(name)) != bits(second.get(name))]
@@ -214,7 +210,7 @@ def bits(value: Any) -> Any:
 
 
 def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
-    """Return how far two states of weights are apart, relative to the length of the update from `start` to `other`."""
+    """Return the distance between two states of weights, relative to the update from `start` to `other`."""
     names = [name for name, value in other.items() if value.is_floating_point()]
 
     def length(of: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Runs a function on several real processes that talk through gloo."""
+"""Runs a function on several real processes that communicate over gloo."""
 
 import os
 import pickle
@@ -15,12 +15,10 @@ from trainer.process.environment import Place
 
 
 def run_ranks(world: int, function: Callable[[Place, Path], Any], timeout_s: float) -> list[Any]:
-    """Run `function(place, folder)` on `world` processes that are forked from this one; return the results.
+    """Fork `world` processes that call `function(place, folder)`, and return their results.
 
-    All have the same new folder, which is gone afterwards, with all that they print.
-
-    Raises:
-        AssertionError: A rank failed, or took too long. The message has its error.
+    They share a temporary folder. Raise AssertionError, with the error of the rank, if one fails or exceeds the
+    timeout.
     """
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_s
@@ -34,7 +32,7 @@ def run_ranks(world: int, function: Callable[[Place, Path], Any], timeout_s: flo
             for codes in pool.watch():
                 errors = {rank: private / f"error-{rank}" for rank in codes.keys() - results.keys()}
                 first = {rank: error.stat().st_mtime_ns if error.exists() else 0 for rank, error in errors.items()}
-                for rank in sorted(errors, key=first.__getitem__):  # its peers fail after it
+                for rank in sorted(errors, key=first.__getitem__):  # the first one, because its peers fail after it
                     result = private / f"result-{rank}"
                     why = errors[rank].read_text() if first[rank] else "the process died"
                     assert not codes[rank] and result.exists(), f"rank {rank} of {world}: {why}"
@@ -48,7 +46,7 @@ def run_ranks(world: int, function: Callable[[Place, Path], Any], timeout_s: flo
 def _run(function: Callable[[Place, Path], Any], folder: Path, private: Path, place: Place) -> int:
     import torch
 
-    torch.set_num_threads(1)  # the threads of the process that was forked are not here
+    torch.set_num_threads(1)  # the parent's threads do not exist here
     os.chdir(folder)
     try:
         (private / f"result-{place.rank}").write_bytes(pickle.dumps(function(place, folder)))

@@ -74,23 +74,23 @@ def test_two_stages_of_a_rank_are_refused_by_half_of_its_limit(here):
 def measured(place: Place, others: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """The bytes that are foreseen for this rank's stage, and those that it has after the last step."""
     found: dict[str, Any] = {}
-    make = module.make_room
+    make = module.stage_memory
 
     def keep(*args: Any) -> Any:
-        found["room"] = room = make(*args)
-        return room
+        found["memory"] = memory = make(*args)
+        return memory
 
-    module.make_room = keep
+    module.stage_memory = keep
     try:
         ended = train(place, {"stages": 3}, {"depth": 6, "others": others, **run})
     finally:
-        module.make_room = make
+        module.stage_memory = make
     starts = [*ended["starts"], 6]
     stage = place.rank * 3 // place.world
     return {
         **ended,
-        "saved": found["room"].sizes.saved,
-        "need": found["room"].need(stage, starts[stage], starts[stage + 1]),
+        "saved": found["memory"].sizes.saved,
+        "need": found["memory"].need(stage, starts[stage], starts[stage + 1]),
     }
 
 

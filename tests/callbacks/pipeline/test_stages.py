@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from toy_recipe import Net, Toy
 
-from trainer.callbacks.pipeline.stages import Gates, check_blocks, drop_others, padded
+from trainer.callbacks.pipeline.stages import StageGates, check_blocks, drop_others, padded
 from trainer.errors import ConfigError
-from trainer.parallel.absent import Absent
 from trainer.parallel.layout import Layout, holders
+from trainer.parallel.placeholder import Placeholder
 
 WIDTH = 6
 
@@ -143,7 +143,7 @@ def in_stages(net: nn.Module, starts: tuple[int, ...]) -> tuple[Tensor, dict[str
         own = copy.deepcopy(net)
         uses = holders(own, blocks_of(own), layout)
         drop_others(own, {name for name, stages in uses.items() if stage in stages}, torch.device("cpu"))
-        loss, stream = Gates(blocks_of(own), layout).run(stage, received, lambda own=own: own(x).square().mean())
+        loss, stream = StageGates(blocks_of(own), layout).run(stage, received, lambda own=own: own(x).square().mean())
         ends.append((received, loss if stream is None else stream, own))
         received = None if stream is None else padded(stream.detach(), (7, stream.shape[1])).requires_grad_()
     gradient = torch.ones(())
@@ -211,7 +211,7 @@ def test_a_dropped_parameter_has_its_form_and_no_memory():
     assert [name for name, p in net.named_parameters() if p.requires_grad] == ["last.weight"]
     net.load_state_dict({name: torch.ones(shape) for name, (shape, _) in shapes.items()})
     assert (net.last.weight == 1).all() and net.last.bias.isnan().all()
-    assert isinstance(copy.deepcopy(net).embed.weight, Absent)
+    assert isinstance(copy.deepcopy(net).embed.weight, Placeholder)
 
 
 def test_rows_are_padded_and_never_cut():
@@ -226,6 +226,6 @@ def test_rows_are_padded_and_never_cut():
 def test_a_block_must_return_a_tensor():
     net = Tower()
     net.layers[0].forward = lambda hidden, mask=None: (hidden,)
-    gates = partial(Gates(blocks_of(net), Layout((0, 2), 4, 2)).run, 0, None)
+    gates = partial(StageGates(blocks_of(net), Layout((0, 2), 4, 2)).run, 0, None)
     with pytest.raises(ConfigError, match="returns tuple; it must return one tensor"):
         gates(lambda: net(x_of(net)))

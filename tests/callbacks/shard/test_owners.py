@@ -9,8 +9,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from trainer.callbacks.shard import owners as module
-from trainer.callbacks.shard.assign import assign
-from trainer.callbacks.shard.owners import Owners, rounds
+from trainer.callbacks.shard.owners import Owners, assign, rounds
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
 

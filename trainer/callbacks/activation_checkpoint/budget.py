@@ -1,4 +1,4 @@
-"""Measures the bytes that each block saves and its time, and chooses the blocks to recompute within a budget."""
+"""Measures each block's saved bytes and time, and chooses the blocks to recompute within a budget."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,19 +17,12 @@ from trainer.callbacks.activation_checkpoint.recompute import Recompute
 from trainer.parallel.warmup import wait
 
 TIMED = 3  # timed forward passes per block
-STATES = 1024  # most states of the search, which is exhaustive for up to 10 blocks, or any number of equal ones
+STATES = 1024  # limit on the states of the search, which is exhaustive for 10 blocks, or any number of equal ones
 
 
 @dataclass
 class Sizes:
-    """The bytes that a rank's pass keeps between forward and backward, and the seconds that its blocks take.
-
-    Attributes:
-        plain: Bytes kept by all blocks if none is recomputed.
-        inputs: Bytes kept by all blocks if each is recomputed.
-        freed: Bytes that recomputing each block frees.
-        seconds: Seconds of each block's forward pass.
-    """
+    """The bytes that a rank's pass keeps between forward and backward, and the seconds of its blocks."""
 
     plain: int
     inputs: int
@@ -37,7 +30,7 @@ class Sizes:
     seconds: list[float]
 
     def kept(self, recomputed: list[int]) -> int:
-        """Return the bytes that all blocks keep if the blocks with these indices are recomputed."""
+        """Return the bytes that all blocks keep if those with these indices are recomputed."""
         others = sum(self.freed) - sum(self.freed[i] for i in recomputed)
         return self.inputs + others if recomputed else self.plain
 
@@ -114,7 +107,7 @@ class Meter:
         return {i for i, address in enumerate(results) if address in kept.keys() - inputs.keys()}
 
     def look(self, *_: Any) -> None:
-        """Record which storages are kept. A hook after the model's forward pass."""
+        """Record which storages are still referenced, after the model's forward pass."""
         self.alive |= {identity for identity, weak in self.refs.items() if not weak.expired()}
 
     def result(self, blocks: int) -> Sizes:
@@ -133,7 +126,6 @@ class Meter:
 def measure(
     model: nn.Module, blocks: dict[nn.Module, Recompute], device: torch.device, run_pass: Callable[[], None]
 ) -> Sizes:
-    """Measure all blocks in one pass, in which all are recomputed."""
     meter = Meter(device, model)
     hook = model.register_forward_hook(meter.look)
     try:
@@ -155,13 +147,11 @@ def agree(sizes: Sizes, gather: Callable[[Any], list[Any]]) -> Sizes:
 
 
 def choose(sizes: Sizes, budget: float) -> list[int]:
-    """Return the indices of the blocks to recompute to stay within the budget at the least cost in time.
+    """Return the indices of the blocks to recompute: at most `budget` of `sizes.plain` is kept, at the least cost in
+    time.
 
     This is a 0/1 knapsack problem: a block that is kept takes bytes and saves seconds. If even the inputs exceed the
     budget, every block is recomputed.
-
-    Args:
-        budget: Fraction of `sizes.plain` that may be kept.
     """
     everything = list(range(len(sizes.freed)))
     if sizes.plain <= budget * sizes.plain:
@@ -188,7 +178,9 @@ def undominated(states: dict[int, tuple[float, int]], capacity: float) -> dict[i
             left[taken], best = state, state[0]
     if len(left) <= STATES:
         return left
-    bins = {int(taken / capacity * (STATES - 1)): taken for taken in left}  # the most seconds of each
+    bins = {
+        int(taken / capacity * (STATES - 1)): taken for taken in left
+    }  # per bin, the state that saves the most seconds
     return {taken: left[taken] for taken in bins.values()}
 
 

@@ -1,4 +1,4 @@
-"""Trades the memory of activations for FLOPs or for copies to the host, block by block."""
+"""Trades activation memory for FLOPs or for copies to the host, block by block."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -9,7 +9,6 @@ from torch import nn
 from trainer.annotated import AtMost, NonNegativeFloat, PositiveInt
 from trainer.callback import Callback, Role, Symptom
 from trainer.callbacks.activation_checkpoint import budget as budgets
-from trainer.callbacks.activation_checkpoint.cost import cost_of
 from trainer.callbacks.activation_checkpoint.offload import Copies, Offload
 from trainer.callbacks.activation_checkpoint.recompute import Recompute
 from trainer.context import Context
@@ -20,6 +19,10 @@ from trainer.log import log
 from trainer.parallel.blocks import find_blocks
 
 KEY = "callbacks.activation_checkpoint"
+# The fractions of a block that are recomputed (selective: norms and activation functions) and of its activations that
+# are kept, as the card measures them.
+RECOMPUTED = {"full": 1.0, "selective": 0.1, "offload": 0.0}
+KEPT = {"full": 0.1, "selective": 0.63, "offload": 0.05}
 CONFLICTS: dict[str, dict[str | Role, str]] = {
     "offload": {
         Role.COMPILE: "policy=offload hooks what a block saves, and Dynamo breaks the block's graph there; use "
@@ -35,21 +38,11 @@ CONFLICTS: dict[str, dict[str | Role, str]] = {
 
 
 class ActivationCheckpoint(Callback):
-    """Keeps less of chosen blocks for their backward pass. Bits do not change: dropout draws the same numbers again.
+    """Recomputes blocks in the backward pass, or moves what they save to the host. Bits do not change.
 
-    `full` recomputes a block from its inputs (Chen et al. 2016, arXiv:1604.06174): a third more FLOPs if all blocks
-    do. `selective` also keeps the results of matrix products and of attention, and recomputes the rest (Korthikanti
-    et al. 2022, arXiv:2205.05198). `offload` moves what blocks save to host memory (Rhu et al. 2016,
-    arXiv:1602.08124), at no FLOPs.
-
-    Args:
-        blocks: Class names of the modules to recompute; null takes `recipe.blocks`, or the members of
-            the longest `nn.ModuleList`.
-        every: Recompute each `every`-th of them, counting from the first.
-        policy: `full`, `selective` or `offload`.
-        budget: Share of the blocks' activation bytes that may be kept, 0 to 1. The rehearsal measures each block's
-            bytes and seconds, and the blocks whose recomputation takes the least time are recomputed. A resume keeps
-            the choice. With `compile`, torch's partitioner chooses operations inside each compiled graph.
+    Papers: Chen et al. 2016, arXiv:1604.06174 (`full`); Korthikanti et al. 2022, arXiv:2205.05198 (`selective`); Rhu et
+    al. 2016, arXiv:1602.08124 (`offload`). With `compile`, torch's partitioner meets the `budget` inside each compiled
+    graph.
     """
 
     role = Role.RECOMPUTE
@@ -77,13 +70,15 @@ class ActivationCheckpoint(Callback):
         return [Variant({"policy": "selective"}), Variant({})]
 
     def cost(self) -> Cost:
-        return cost_of(self.policy, self.every, self.budget)
+        if self.budget is not None:
+            return Cost(recomputes=1.0 - self.budget, keeps=self.budget)
+        return Cost(recomputes=RECOMPUTED[self.policy] / self.every, keeps=1 - (1 - KEPT[self.policy]) / self.every)
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.budget is not None and any(other.role is Role.COMPILE for other in trainer.callbacks.values()):
             return self._limit_compiled(trainer, model)
         found = find_blocks(trainer.recipe, model, self.blocks, f"{KEY}.blocks")
-        blocks = list(dict.fromkeys(found))[:: self.every]  # a list may have one module several times
+        blocks = list(dict.fromkeys(found))[:: self.every]  # a list may contain a module several times
         if self.budget is not None:
             refuse_nested(blocks, self.budget)
         if self.policy == "offload":
@@ -100,11 +95,7 @@ class ActivationCheckpoint(Callback):
         return model
 
     def _limit_compiled(self, trainer: Context, model: nn.Module) -> nn.Module:
-        """Leave the choice to the compiler. Inductor is loaded here, which takes a second.
-
-        Raises:
-            ConfigError: The callback names blocks.
-        """
+        """Leave the choice to the compiler. Loading Inductor here takes a second."""
         assert self.budget is not None
         if self.blocks is not None:
             raise ConfigError(
@@ -142,18 +133,14 @@ class ActivationCheckpoint(Callback):
         return {"budget": self.budget, "blocks": len(self.wrapped), "recomputed": self.recomputed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the choice of the checkpoint if it is of the same budget and as many blocks."""
+        """Restore the checkpoint's choice if it was for the same budget and number of blocks."""
         if self.budget is not None and (state.get("budget"), state.get("blocks")) == (self.budget, len(self.wrapped)):
             self._choose(state["recomputed"])
             log.info("activation_checkpoint: recomputes blocks %s, as in the checkpoint", self.recomputed)
 
 
 def refuse_nested(blocks: list[nn.Module], budget: float) -> None:
-    """Refuse a block inside another: both would be measured and recomputed with the outer one.
-
-    Raises:
-        ConfigError: A block lies inside another.
-    """
+    """Refuse a block inside another one, with which it would be measured and recomputed."""
     own = set(blocks)
     for outer in blocks:
         for inner in own.intersection(outer.modules()) - {outer}:

@@ -1,4 +1,4 @@
-"""Holds compiled blocks to a budget of activation bytes, by torch's partitioner of their graphs."""
+"""Limits the activations of compiled blocks to a budget, using torch's partitioner of their graphs."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,14 +12,14 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-LEAST = 1e-9  # of a budget: at 0, torch's partitioner keeps nothing but inputs, not even seeds
+LEAST = 1e-9  # smallest budget: at 0, torch's partitioner keeps only inputs, not even seeds
 
 
 class SavingSeeds(CustomPartitionerFn):
-    """Cuts a graph into its forward and backward pass as torch does, but draws no random number twice.
+    """Partitions a graph into forward and backward as torch does, but draws no random number twice.
 
-    With a budget of its own, torch 2.13 recomputes the seeds of dropout, so the backward pass has other masks. Marked
-    seeds are saved, 8 bytes each, and masks are computed from them. With eager's random numbers, masks are saved.
+    With a budget, torch 2.13 recomputes dropout's seeds, so the backward pass has other masks. Seeds marked here are
+    saved, 8 bytes each, and masks are computed from them. With eager's random numbers, masks are saved.
     """
 
     def __call__(
@@ -35,11 +35,10 @@ class SavingSeeds(CustomPartitionerFn):
         return get_hash_for_files((__file__,))
 
 
-def set_budget(budget: float, undo: ExitStack) -> None:
-    """Let the graphs that Inductor compiles keep this share of their activations, until `undo` is closed.
+def set_budget(budget: float, stack: ExitStack) -> None:
+    """Let graphs that Inductor compiles keep this fraction of their activations, until `stack` closes.
 
-    Args:
-        budget: From 0, a graph's inputs alone, to 1, all that saves time (torch's `activation_memory_budget`).
+    0 keeps only a graph's inputs, 1 everything that saves time (torch's `activation_memory_budget`).
     """
-    undo.enter_context(functorch.patch(activation_memory_budget=max(budget, LEAST)))
-    undo.enter_context(inductor.patch(custom_partitioner_fn=SavingSeeds()))
+    stack.enter_context(functorch.patch(activation_memory_budget=max(budget, LEAST)))
+    stack.enter_context(inductor.patch(custom_partitioner_fn=SavingSeeds()))

@@ -1,4 +1,4 @@
-"""Moves the tensors that a block saves for its backward pass to host memory, and copies them back ahead of use."""
+"""Moves tensors that a block saves for its backward pass to host memory, and copies them back ahead of their use."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +13,10 @@ LEAST = 512  # bytes: CUDA's allocator has no smaller blocks, so a smaller tenso
 
 
 class Offload:
-    """A block's `forward` whose saved tensors are kept in host memory until its backward pass.
+    """A block's `forward` whose saved tensors are in host memory until its backward pass.
 
-    Parameters and buffers stay on the device, and so do small tensors, subclasses, and tensors of other devices.
-
-    Args:
-        forward: The block's own `forward`.
-        module: The block.
-        copies: Shared by all blocks of the model.
+    Parameters, buffers, small tensors, subclasses and tensors of other devices are not moved. All blocks of the model
+    share `copies`.
     """
 
     def __init__(self, forward: Callable[..., Any], module: nn.Module, copies: "Copies") -> None:
@@ -63,11 +59,8 @@ class View:
 class Call:
     """One forward pass of one block, with the tensors that it saved.
 
-    The tensors leave the device when the next block has run; until then the copies overlap with it. In the
-    backward pass a block's tensors come back while the block after it runs.
-
-    Args:
-        owned: Addresses of the memory that stays on the device.
+    They leave the device when the next block has run, until when the copies overlap with it. In the backward pass they
+    come back while the following block runs. Memory at addresses in `owned` stays on the device.
     """
 
     def __init__(self, copies: "Copies", owned: set[int]) -> None:
@@ -116,11 +109,7 @@ class Call:
         self.open, self.versions = {}, []
 
     def refuse_changes(self) -> None:
-        """Refuse a tensor that was changed in place after it was saved, as autograd does without hooks.
-
-        Raises:
-            RuntimeError: A tensor has changed.
-        """
+        """Raise RuntimeError, as autograd does without hooks, if a saved tensor was changed in place."""
         for tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(
@@ -151,7 +140,6 @@ class Call:
             previous.fetch()
 
     def fetch(self) -> None:
-        """Start copying to the device."""
         if self.fetching:
             return
         self.fetching = True
@@ -166,12 +154,7 @@ class Call:
 
 
 class Copies:
-    """Copies between a device and pinned host memory on a side stream. Without CUDA, copies are synchronous.
-
-    Attributes:
-        last: The call whose tensors are still on the device.
-        coming: Copies to the device for which no computation has waited yet.
-    """
+    """Copies between a device and pinned host memory on a side stream. Without CUDA, copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -198,23 +181,21 @@ class Copies:
             return self.stream.record_event()
 
     def wait(self, event: torch.Event | None) -> None:
-        """Make the compute stream wait for copies."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def settle(self) -> None:
-        """Make the compute stream wait for all pending copies, whose memory is held even if the graph is dropped."""
+        """Make the compute stream wait for all pending copies, whose memory is kept even if the graph is dropped."""
         if self.coming:
             self.wait(self.coming[1])
             self.coming = None
 
 
 def owned(module: nn.Module) -> set[int]:
-    """Return the memory addresses of parameters and buffers, except tensor subclasses, which have no memory."""
+    """Return the memory addresses of parameters and buffers, except tensor subclasses, which have none."""
     own = (*module.parameters(), *module.buffers())
     return {tensor.untyped_storage().data_ptr() for tensor in own if type(tensor) in (Tensor, nn.Parameter)}
 
 
 def flat(storage: torch.UntypedStorage) -> Tensor:
-    """Return a storage as its bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

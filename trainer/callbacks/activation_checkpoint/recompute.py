@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainer.errors import ConfigError
 
-# Of CPU and CUDA. An operation that this version of torch lacks is never met.
+# Operations on CPU and CUDA. Those that this version of torch lacks never occur.
 PRODUCTS = {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::convolution", "aten::_scaled_mm",
     "aten::_grouped_mm", "aten::_scaled_grouped_mm",
@@ -32,18 +32,10 @@ Buffers = dict[Place, Tensor]
 class Recompute:
     """A block's `forward` that is rerun in the backward pass (Chen et al. 2016, arXiv:1604.06174).
 
-    The second run starts with the first one's buffers and does not change the block's own: BatchNorm's running
-    statistics, spectral_norm's vectors, counters. In a compiled block, only the forward graph changes them.
-
-    Dynamo traces `__call__`, so a compiled block has the recomputation in its graph. Dynamo would skip a
-    `functools.partial` of torch's `checkpoint`, and compile nothing.
-
-    Args:
-        block: The block whose `forward` is run.
-        selective: Keep the results of matrix products and of attention, and recompute the rest.
-
-    Attributes:
-        on: Whether to recompute. False runs `forward` unchanged.
+    The rerun starts with the first run's buffers and does not change the block's own, such as BatchNorm's running
+    statistics or spectral_norm's vectors. Dynamo traces `__call__`, so a compiled block's graph contains the
+    recomputation, and its forward graph changes the buffers. A `functools.partial` of torch's `checkpoint` would not be
+    compiled.
     """
 
     def __init__(self, block: nn.Module, selective: bool) -> None:
@@ -62,19 +54,15 @@ class Recompute:
 
 
 class Changing:
-    """The buffers that a block's forward passes change, and that a second run must not change again."""
+    """The buffers that a block's forward passes change, and that a rerun must not change again."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.places = [(module, name) for module in modules for name in module._buffers]
-        self.moving: set[Place] | None = None  # those that the first pass of all has changed
+        self.moving: set[Place] | None = None  # the buffers that the very first pass changed
 
     @contextmanager
     def noted(self, before: Buffers, inner: Any) -> Iterator[None]:
-        """Store in `before` the old values of the buffers that a first run changes.
-
-        Raises:
-            ConfigError: A later pass changes other buffers than the first.
-        """
+        """Store in `before` the old values of the buffers that a first run changes."""
         found = {place: value for place in self.places if (value := self._value(place)) is not None}
         versions = {place: value._version for place, value in found.items()}
         moving = found.keys() if self.moving is None else self.moving
@@ -96,7 +84,7 @@ class Changing:
 
     @contextmanager
     def kept(self, before: Buffers, inner: Any) -> Iterator[None]:
-        """Give a second run the buffers of `before`, and restore the present ones afterwards."""
+        """Give a rerun the buffers of `before`, and restore the current ones afterwards."""
         present = {(module, name): module._buffers[name] for module, name in before}
         for (module, name), value in before.items():
             module._buffers[name] = value.clone()
@@ -109,7 +97,7 @@ class Changing:
 
 
 def contexts_for(norms: Sequence[_BatchNorm], changing: Changing, own: Callable[[], Any] | None) -> tuple[Any, Any]:
-    """Return the contexts of the first run and of the second, which preserves buffers."""
+    """Return the contexts of the first run and of the rerun, which preserves buffers."""
     first, second = own() if own else (nullcontext(), nullcontext())
     before: Buffers = {}
     return changing.noted(before, first), statistics_kept(norms, changing.kept(before, second))
@@ -133,10 +121,10 @@ def statistics_kept(norms: Sequence[_BatchNorm], inner: Any) -> Iterator[None]:
 
 
 def keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decide whether the result of an operation is kept.
+    """Return whether the result of an operation is kept.
 
-    Attention with dropout is recomputed. A second run that used a kept result would draw no random numbers there, so
-    all later dropout would draw different ones.
+    Attention with dropout is recomputed. If a rerun used a kept result, it would draw no random numbers there, so all
+    later dropout would differ.
     """
     if op.name().partition(".")[0] not in KEPT or draws(op, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE

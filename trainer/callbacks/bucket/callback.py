@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.annotated import PositiveFloat
 from trainer.callback import Callback, Role
-from trainer.callbacks.bucket.cost import BucketCost
 from trainer.callbacks.bucket.delayed import DelayedParameters
 from trainer.comm.ranks import Ranks
 from trainer.cost.buckets import DEFAULT_MIB
@@ -27,18 +26,7 @@ ORDER = "DDP then keeps the order in which the model defines its parameters, and
 
 
 class Bucket(Callback):
-    """Sets the size of DDP's buckets.
-
-    Small buckets start early and pay each collective's latency. One large bucket overlaps with nothing. The order
-    of summation depends on the size, so results equal plain training's to rounding.
-
-    Args:
-        mib: Size of a bucket in MiB. DDP's own default is 25, with a first bucket of 1. `auto` takes the fastest in the
-            rehearsal, of `sizes` and of one bucket for everything. A resume keeps the size.
-        first_mib: Size of the first bucket, if it differs.
-        mibs: Size of each bucket, in the order of reduction; all further buckets have the last size.
-        delayed: Names or patterns of parameters that are reduced together, after all others.
-    """
+    """Sets the size of DDP's buckets. It determines the order of summation, so results are exact up to rounding."""
 
     role = Role.SHARD
     communicates = True
@@ -74,7 +62,7 @@ class Bucket(Callback):
 
     def cost(self) -> Cost:
         size = DEFAULT_MIB if self.mib == "auto" else self.mib
-        return BucketCost(mibs=tuple(self.mibs or (self.first_mib or size, size)))
+        return Cost(bucket_mibs=tuple(self.mibs or (self.first_mib or size, size)))
 
     def wrap_model(self, trainer, model: nn.Module) -> nn.Module:
         if self.delayed:
@@ -100,12 +88,8 @@ class Bucket(Callback):
         if self.delayed:
             self.after.check()
 
-    def on_fit_end(self, trainer) -> None:
-        if self.delayed:
-            self.after.close()
-
     def _layout(self, mib: float) -> dict[str, Any]:
-        """Return the arguments of DDP. A list of sizes comes before the one size."""
+        """Return the arguments of DDP, in which a list of sizes precedes the one size."""
         mibs = self.mibs or (self.first_mib and [self.first_mib, mib])
         if not mibs:
             return {"bucket_cap_mb": mib}
@@ -117,14 +101,14 @@ class Bucket(Callback):
 
 
 def fastest(strategy: DDP, ranks: Ranks, tries: list[dict[str, Any]], run_pass: Callable[[], None]) -> dict[str, Any]:
-    """Return the one of `tries` with the smallest median of each pass's slowest rank. A collective."""
+    """Return the arguments with the smallest median over passes of the slowest rank's time. A collective."""
     layouts: list[list[list[int]]] = []
     measured: list[tuple[float, dict[str, Any]]] = []
     for arguments in tries:
         strategy.lay_out(arguments)
         strategy.warm_up(run_pass)
         layout = strategy.buckets()
-        if layout not in layouts or not layout:  # unknown with find_unused_parameters
+        if layout not in layouts or not layout:  # empty with find_unused_parameters
             layouts.append(layout)
             times = ranks.gather([time_pass(run_pass, ranks) for _ in range(TIMED)])
             measured.append((median(map(max, zip(*times, strict=True))), arguments))
@@ -135,5 +119,5 @@ def fastest(strategy: DDP, ranks: Ranks, tries: list[dict[str, Any]], run_pass: 
 
 
 def recorded(manifest: dict[str, Any], world: int) -> float | None:
-    """Return the size in the checkpoint, since bits depend on it. Another number of ranks has other links and bits."""
+    """Return the checkpoint's bucket size, on which bits depend. Another number of ranks has other links and bits."""
     return manifest["ddp"]["bucket_cap_mb"] if manifest and manifest["world"] == world else None

@@ -1,4 +1,4 @@
-"""Parameters that DDP leaves out, and that are reduced together after its buckets."""
+"""Parameters that DDP ignores, and that are reduced together after its buckets."""
 
 from fnmatch import fnmatchcase
 
@@ -16,11 +16,8 @@ from trainer.errors import ConfigError, nearest
 class DelayedParameters:
     """Reduces the parameters that match `patterns` through the trainer's chain, after the backward pass.
 
-    DDP ignores these parameters. DDP's own argument, `delay_all_reduce_named_params`, bypasses the chain and waits for
-    nothing: with gloo the gradients still change after `backward` has returned.
-
-    Raises:
-        ConfigError: A pattern matches no parameter, or no parameter is left for DDP.
+    DDP's own argument, `delay_all_reduce_named_params`, bypasses the chain and waits for nothing: with gloo, gradients
+    still change after `backward` has returned.
     """
 
     def __init__(self, trainer: Context, model: nn.Module, patterns: list[str]) -> None:
@@ -37,20 +34,15 @@ class DelayedParameters:
         self.trainer, self.reduce = trainer, AllReduce(trainer.ranks.new_group())
         self.params, self.queued, self.reduced = found, False, False
         self.names: dict[Tensor, str] = {p: name for name, p in named.items()}
-        ignored = [name for name, p in named.items() if p in found]  # a tied parameter under each of its names
+        ignored = [name for name, p in named.items() if p in found]  # a tied parameter has several names
         ignored += [f".{name}" for name in ignored if "." not in name]  # DDP's names for parameters of the root
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
         for p in found:
-            dist.broadcast(p.data, 0)  # DDP broadcasts its own parameters alone
-        self.hooks = [p.register_post_accumulate_grad_hook(self._note) for p in found]
-
-    def close(self) -> None:
-        """Leave the parameters alone: their hooks keep the trainer alive, past Python's collector."""
-        for hook in self.hooks:
-            hook.remove()
+            dist.broadcast(p.data, 0)  # DDP only broadcasts the parameters that it does not ignore
+            # This hook would keep the trainer alive, which Python's collector can't see.
+            trainer.undo.callback(p.register_post_accumulate_grad_hook(self._note).remove)
 
     def _note(self, p: Tensor) -> None:
-        """Note the first delayed gradient of the step's last micro-batch."""
         strategy = self.trainer.strategy
         if not self.queued and strategy.model is not self.trainer.module and strategy.syncing:
             self.queued = True
@@ -71,7 +63,7 @@ class DelayedParameters:
                 p.grad = gradient
 
     def check(self) -> None:
-        """Refuse a step in which no delayed parameter had a gradient: nothing was reduced."""
+        """Refuse a step in which no delayed parameter had a gradient, so nothing was reduced."""
         if self.trainer.strategy.model is not self.trainer.module and not self.reduced:
             self._refuse(list(self.params))
         self.reduced = False

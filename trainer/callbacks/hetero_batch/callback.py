@@ -23,31 +23,18 @@ from trainer.data.sampling.order import near_equal
 from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.parallel.forward_backward import ForwardBackward
-from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fits_beside, search, state_share
+from trainer.parallel.memory_search import bytes_of_step, drop_gradients, fits_alongside, search, state_share
 
 KEY = "callbacks.hetero_batch"
 PASSES = 3  # timed passes of the rehearsal
 
 
 class HeteroBatch(Callback):
-    """Splits each batch over the ranks by measured speed and memory; the mean over its items stays exact.
+    """Splits each batch over the ranks by measured speed and memory. The mean over its items stays exact.
 
-    Every `every` steps the ranks gather their samples per second of computing, and split the batch again. The new
-    shares apply from a position that no rank has loaded yet. Each step has the same samples as with even shares.
-
-    A rank runs as many micro-batches as its share needs. The largest micro-batch that fits is measured on each rank
-    before the first step, so a share never needs more memory than the rank has.
-
-    Decisions are stored in the checkpoint, and in `splits.jsonl` in the run's folder. A resume repeats them, including
-    those that the interrupted run made after the checkpoint.
-
-    Args:
-        every: Steps between two measurements.
-        smoothing: Weight of the past in the moving average of the speeds.
-        min_share: Smallest share of a rank, relative to an even share.
-        max_micro: Upper limit on the samples of a micro-batch: one for all ranks, or one per rank; null: as without
-            the callback. A rank with too little memory uses smaller ones.
-        shares: Fixed relative shares, one per rank; null: measured.
+    New shares apply from a position that no rank has loaded yet. Each step has the same samples as with even shares. A
+    resume repeats the decisions in checkpoints and `splits.jsonl`, including those that the interrupted run made after
+    the checkpoint.
     """
 
     role = Role.BATCH
@@ -74,9 +61,9 @@ class HeteroBatch(Callback):
         self.every, self.smoothing, self.min_share = every, smoothing, min_share
         self.max_micro, self.shares = max_micro, shares
         self.speeds: list[float] = []  # samples per second of each rank
-        self.held: list[int] = []  # samples of a micro-batch that each rank holds; empty: not measured yet
+        self.held: list[int] = []  # the largest micro-batch that fits on each rank; empty until measured
         self.asked = 0  # the first position that this rank has not loaded or begun to load
-        self.rehearsed = 0  # samples of a pass of the rehearsal
+        self.rehearsed = 0  # samples per pass of the rehearsal
 
     def cost(self) -> Cost:
         return Cost(left_out="ranks are taken as equal")
@@ -109,11 +96,6 @@ class HeteroBatch(Callback):
         return lambda data, total: self._passes(trainer, run, data, total)
 
     def _refuse(self, trainer: Context) -> None:
-        """Refuse knobs that do not match the number of ranks.
-
-        Raises:
-            ConfigError: With the reason and the fix.
-        """
         world, batch = trainer.strategy.data_world, trainer.batch
         if batch < world:
             raise ConfigError(
@@ -124,11 +106,7 @@ class HeteroBatch(Callback):
                 raise ConfigError(f"{KEY}.{key}={given}: has {len(given)} values; give one for each of {world} rank(s)")
 
     def _refuse_invalid(self, value: dict[str, Any], batch: int, world: int) -> None:
-        """Refuse an invalid decision in a checkpoint, which is not trusted.
-
-        Raises:
-            ConfigError: It is not a decision of this callback.
-        """
+        """Refuse an invalid decision in a checkpoint, which is not trusted."""
         kinds = {"shares": list[int], "micros": list[int], "held": list[int], "speeds": list[float]}
         if all(fits(value.get(key), kind) and len(value[key]) == world for key, kind in kinds.items()):
             micros = zip(value["micros"], value["shares"], strict=True)
@@ -140,8 +118,8 @@ class HeteroBatch(Callback):
     def _passes(self, trainer: Context, run: ForwardBackward, data: Step, total: Callable[[], int]) -> list[Tensor]:
         """Run the passes of a step, and time them.
 
-        Micro-batches that were loaded before memory was measured may be too large for some rank. Such steps run on
-        parts that fit, and all ranks reduce afterwards.
+        Micro-batches that were loaded before memory was measured may be too large. They are then cut into parts that
+        fit.
         """
         if not self.held:
             self._hold(self._measure_memory(trainer, run, data.peek()))
@@ -165,9 +143,6 @@ class HeteroBatch(Callback):
         """Return the largest micro-batch that fits on each rank, up to the knobs' limits. A collective.
 
         The passes of the search do not reduce, so each rank can run as many as it needs.
-
-        Raises:
-            ConfigError: Not even one sample fits on some rank.
         """
         rank, world = trainer.strategy.data_rank, trainer.strategy.data_world
         if trainer.ddp["static_graph"]:
@@ -176,13 +151,13 @@ class HeteroBatch(Callback):
         share, loaded = self.begin["shares"][rank], self._loaded(rank)
         most = min(self.caps[rank], share if self.shares else trainer.batch - self.least * (world - 1))
 
-        beside = bytes_of_step(trainer.strategy, state_share(trainer.new_optimizer, trainer.device))
+        step_bytes = bytes_of_step(trainer.strategy, state_share(trainer.new_optimizer, trainer.device))
 
         def holds(samples: int) -> bool:
             some = batch if samples == loaded else repeat_batch(batch, samples, KEY)
             step = Step([Micro(some, max(1, self.weigh(some)), [], [])])
             step.reduces = False
-            fit = fits_beside(beside, lambda: run(step, lambda: step.weights[0] * world), trainer.device)
+            fit = fits_alongside(step_bytes, lambda: run(step, lambda: step.weights[0] * world), trainer.device)
             drop_gradients(trainer.parameters, trainer.device)
             return fit
 

@@ -15,20 +15,16 @@ from trainer.parallel.forward_backward import ForwardBackward
 
 
 class ComputeClock:
-    """Accumulates the samples and seconds of forward and backward passes, using the clock of the step's phases.
-
-    Args:
-        now: Seconds, on a CPU.
-    """
+    """Accumulates the samples and seconds of forward and backward passes, using the clock of the step's phases."""
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.monotonic) -> None:
         self.device, self.now = device, now
         self.clock: Clock | None = None
-        self.steps: deque[tuple[int, Lap, Lap]] = deque()  # samples, begin and end; the device may not have got there
+        self.steps: deque[tuple[int, Lap, Lap]] = deque()  # samples, begin, end; the device may not have reached them
 
-    def attach(self, undo: ExitStack) -> None:
-        """Begin to count, until `detach` and `undo`."""
-        self.clock = clock.start(self.device, undo, self.now)
+    def attach(self, stack: ExitStack) -> None:
+        """Start counting, until `detach` and until `stack` closes."""
+        self.clock = clock.start(self.device, stack, self.now)
 
     def detach(self) -> None:
         if self.clock:
@@ -36,7 +32,6 @@ class ComputeClock:
         self.clock = None
 
     def timed(self, run: ForwardBackward, data: Step, total: Callable[[], int], samples: int) -> list[Tensor]:
-        """Run the passes of a step, and time them."""
         if not self.clock:  # DDP's part of the rehearsal
             return run(data, total)
         begin = self.clock.lap()

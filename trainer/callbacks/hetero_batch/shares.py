@@ -8,12 +8,7 @@ GAIN = 0.02  # fraction of the step's time that new shares must save
 
 
 def follow(speeds: Sequence[float], measured: Sequence[float], smoothing: float) -> list[float]:
-    """Return the moving averages of the ranks' speeds. The average of a rank that has changed restarts.
-
-    Args:
-        speeds: The previous averages.
-        smoothing: Weight of the past.
-    """
+    """Return the moving averages of the ranks' speeds. The average of a rank whose speed has changed restarts."""
     return [
         new if abs(new - old) > JUMP * old else smoothing * old + (1 - smoothing) * new
         for old, new in zip(speeds, measured, strict=True)
@@ -25,9 +20,7 @@ def cut_again(
 ) -> dict[str, Any]:
     """Return the shares and micro-batches for these speeds, or those of `before` unless new ones save `GAIN`.
 
-    Args:
-        held: The largest micro-batch that fits on each rank.
-        least: The smallest allowed share, in samples.
+    `held` has the largest micro-batch that fits on each rank, and `least` is the smallest share in samples.
     """
     shares = cut_shares(batch, speeds, least)
     if slowest(shares, speeds) > (1 - GAIN) * slowest(before["shares"], speeds):
@@ -36,19 +29,17 @@ def cut_again(
 
 
 def keep(value: Mapping[str, Any], held: Sequence[int]) -> dict[str, Any]:
-    """Return the same shares, with more micro-batches if the present ones do not fit on some rank."""
+    """Return the same shares, with more micro-batches if the current ones do not fit on some rank."""
     if fit(value, held):
         return {"shares": value["shares"], "micros": value["micros"]}
     return with_micros(value["shares"], held)
 
 
 def with_micros(shares: Sequence[int], held: Sequence[int]) -> dict[str, Any]:
-    """Return shares with the number of micro-batches that they need."""
     return {"shares": list(shares), "micros": [-(-share // most) for share, most in zip(shares, held, strict=True)]}
 
 
 def fit(value: Mapping[str, Any], held: Sequence[int]) -> bool:
-    """Return whether each rank's micro-batches fit."""
     return all(-(-share // n) <= most for share, n, most in zip(value["shares"], value["micros"], held, strict=True))
 
 
@@ -69,5 +60,4 @@ def cut_shares(batch: int, speeds: Sequence[float], least: int = 1) -> list[int]
 
 
 def slowest(shares: Sequence[int], speeds: Sequence[float]) -> float:
-    """Return the time of the slowest rank, in seconds."""
     return max(share / speed for share, speed in zip(shares, speeds, strict=True))

@@ -33,18 +33,14 @@ class OuterOptimizer:
 
     @classmethod
     def of(cls, kind: str, lr: float | None, momentum: float | None, mix: float | None, delay: int) -> "OuterOptimizer":
-        """Create the optimizer that local_sgd's knobs describe; None means the default.
-
-        Raises:
-            ConfigError: A knob has no effect.
-        """
-        for key, value, used, here, way_out in (
+        """Create the optimizer that local_sgd's knobs describe; None means the default. Refuse knobs without effect."""
+        for key, value, used, here, fix in (
             ("outer_lr", lr, kind == "nesterov", "outer=average", "outer=nesterov"),
             ("outer_momentum", momentum, kind == "nesterov", "outer=average", "outer=nesterov"),
             ("mix", mix, delay > 0, "delay=0", "delay=1 or more"),
         ):
             if value is not None and not used:
-                reason = f"has no effect with {here}; set callbacks.local_sgd.{way_out}, or leave {key} out"
+                reason = f"has no effect with {here}; set callbacks.local_sgd.{fix}, or leave {key} out"
                 raise ConfigError(f"callbacks.local_sgd.{key}={value}: {reason}")
         share = (0.5 if mix is None else mix) if delay else 0.0
         if kind == "average":
@@ -85,7 +81,6 @@ class Fragment:
         self.flight = None
 
     def wait(self) -> None:
-        """Wait for the reduction in flight."""
         if self.flight:
             self.flight.wait()
 
@@ -103,7 +98,6 @@ class Fragment:
 
 
 def partition(params: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Divide `params` into at most `count` parts of similar size."""
     return [[params[i] for i in part] for part in evenly([p.numel() for p in params], count)]
 
 
@@ -141,7 +135,6 @@ def load_own(trainer: Context, state: dict[str, Any]) -> None:
 
 
 def refuse_quantised(state: dict[str, dict[str, Any]]) -> None:
-    """Refuse 8-bit moments, which can't be averaged over ranks."""
     for name, own in state.items():
         if any(isinstance(value, Tensor) and value.dtype == torch.uint8 for value in own.values()):
             raise ConfigError(
@@ -153,7 +146,7 @@ def refuse_quantised(state: dict[str, dict[str, Any]]) -> None:
 def mean_of(states: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of each floating-point tensor in nested dicts; other values are the first state's.
 
-    Only one state is in memory at a time, in addition to the sums, which are kept in float32 or wider.
+    Only one state is in memory at a time, in addition to the sums, which are float32 or wider.
     """
     sums, dtypes, ranks = {}, {}, 0
     for state in states:

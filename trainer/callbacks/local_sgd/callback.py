@@ -32,23 +32,10 @@ from trainer.parallel.strategy import copied
 class LocalSGD(Callback):
     """Lets each rank step alone between synchronisations of the weights.
 
-    Every `every` steps the ranks reduce the pseudo-gradient, which is each rank's distance from the common weights. It
-    goes through the same Reduce chain as gradients. With `average`, the common weights become the mean (Stich 2018,
-    arXiv:1805.09767; with a warm-up Lin et al. 2018, arXiv:1808.07217). With `nesterov`, they take DiLoCo's step
-    (Douillard et al. 2023, arXiv:2311.08105). With `fragments` and `delay` this is streaming DiLoCo (Douillard et al.
-    2025, arXiv:2501.18512).
-
-    Between synchronisations the ranks' weights and moments differ. Validation, checkpoints and export use the mean of
-    the weights. Memory: two copies of the weights, or three with `nesterov`.
-
-    Args:
-        every: Steps between two synchronisations of the same weights.
-        warmup_steps: Number of first steps in which gradients are reduced as usual.
-        outer: How the common weights follow a pseudo-gradient.
-        outer_lr, outer_momentum: For `nesterov`; null: 0.7 and 0.9, as in DiLoCo.
-        fragments: Parts of the weights that synchronise in turn, evenly over `every` steps.
-        delay: Steps between sending a synchronisation and applying its result.
-        mix: With `delay`, the fraction of a rank's own weights when it applies the result; null: 0.5.
+    Its pseudo-gradient, each rank's distance from the common weights, is reduced through the same chain as gradients.
+    Papers: Stich 2018, arXiv:1805.09767 (`average`), with a warm-up Lin et al. 2018, arXiv:1808.07217. DiLoCo:
+    Douillard et al. 2023, arXiv:2311.08105 (`nesterov`), streaming: Douillard et al. 2025, arXiv:2501.18512.
+    Validation, checkpoints and export use the mean of the ranks' weights.
     """
 
     role = Role.SYNC
@@ -161,7 +148,7 @@ class LocalSGD(Callback):
             return {}
         due = [fragment.arrive() for fragment in self.fragments]
         state = {"due": due, **{key: kept.state(self.names) for key, kept in self.kept.items()}}
-        self.outer.arrived.load({}, self.names)  # the state has it
+        self.outer.arrived.load({}, self.names)  # no longer needed, because the state contains it
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

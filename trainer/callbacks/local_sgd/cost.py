@@ -13,14 +13,11 @@ COPIES = 3  # copies of the weights per synchronisation, without a codec's work
 
 @dataclass(frozen=True)
 class LocalSGDCost(Cost):
-    """Ranks synchronise every `every` steps."""
-
     delay: int = 0
     fragments: int = 1
     held_copies: int = 2  # copies of the weights, with two or more ranks
 
     def parts(self, setup: Setup) -> list[Bucket]:
-        """Return the parts of the weights that are sent in turn."""
         sizes, shapes = setup.workload.parameters, shapes_of(setup)
         parts = evenly(sizes, self.fragments)
         return [Bucket(tuple(shapes[i] for i in part), sum(sizes[i] for i in part), 1.0, 0) for part in parts]
@@ -29,7 +26,7 @@ class LocalSGDCost(Cost):
         """Simulate three periods; return the cost of a step."""
         every, parts = self.every, [reduce(setup, part) for part in self.parts(setup)]
         outer_s = copies_s(setup, COPIES) / len(parts)
-        sends = {n * every // len(parts) % every: part for n, part in enumerate(parts, 1)}  # by step of a period
+        sends = {n * every // len(parts) % every: part for n, part in enumerate(parts, 1)}  # by step within a period
         tasks: list[Task] = []
         jobs: list[Job] = []
         lands: dict[int, list[int]] = {}

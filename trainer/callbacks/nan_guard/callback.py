@@ -22,17 +22,9 @@ STATE = ("usual", "taken", "in_a_row", "left_out")
 
 
 class NanGuard(Callback):
-    """Judges each step before the optimizer applies it.
+    """Judges each step before the optimizer applies it, alike on all ranks: one collective of three numbers.
 
-    All ranks decide alike, from sums over the ranks: one collective of three numbers per step.
-
-    Args:
-        action: `raise` ends the run. `skip` skips the step, so that weights and optimizer stay as they are. `rollback`
-            restores them from a copy at most `every` steps old (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
-        loss_spike: Act also if the loss exceeds its running mean by this factor; null: only if it is not finite.
-        norm_spike: The same for the gradient's global norm.
-        every: Steps between the copies for `rollback`. Each validation and each checkpoint makes one more.
-        most: Allowed actions in a row; one more ends the run.
+    `rollback` restores a copy at most `every` steps old (Chowdhery et al. 2022, arXiv:2204.02311, 5.1).
     """
 
     role = Role.GUARD
@@ -65,8 +57,8 @@ class NanGuard(Callback):
         message = f"callbacks.nan_guard: step {step}: {why}"
         if self.action == "raise" or self.in_a_row > self.most:
             row = f", {self.in_a_row} in a row" if self.action != "raise" else ""
-            way_out = "a smaller learning rate, trainer.clip_norm, or callbacks.nan_guard.action=rollback"
-            raise NumericsError(f"{message}{row}; try {way_out}")
+            fix = "a smaller learning rate, trainer.clip_norm, or callbacks.nan_guard.action=rollback"
+            raise NumericsError(f"{message}{row}; try {fix}")
         first, now = step, list(state(trainer))
         # A rank may have more state than its copy, for example for parameters that only it steps.
         if not trainer.ranks.agree((int(len(now) != len(self.copies)),))()[0]:
@@ -115,7 +107,7 @@ class NanGuard(Callback):
     def _agreed(self, trainer: Context) -> tuple[int, float, float]:
         """Return the number of ranks with non-finite values, the mean loss, and the gradient's global norm.
 
-        Waits for the device once. The norm is averaged, because its last bits may differ on ranks with other devices.
+        Waits for the device once. The norm is averaged, because its last bits may differ between unequal devices.
         """
         zero = torch.zeros((), dtype=torch.float64, device=trainer.device)
         weighed = zip(trainer.losses, trainer.data.weights, strict=True)

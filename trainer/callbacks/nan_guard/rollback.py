@@ -12,7 +12,6 @@ from trainer.context import Context
 
 
 def buffers(trainer: Context) -> list[Tensor]:
-    """List the tensors that a forward pass changes."""
     return list(trainer.module.buffers())
 
 
@@ -33,7 +32,7 @@ def counts(trainer: Context) -> list[tuple[dict[str, Any], str, int | float]]:
 
 
 def copy_into(dst: list[Tensor], src: list[Tensor]) -> None:
-    """Copy in place; empty lists too, which torch refuses."""
+    """Copy in place; also empty lists, which torch refuses."""
     if src:
         torch._foreach_copy_(dst, src)
 

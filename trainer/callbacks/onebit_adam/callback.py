@@ -27,16 +27,9 @@ WARMUP = 100  # steps
 class OneBitAdam(Callback):
     """1-bit Adam (Tang et al. 2021, arXiv:2102.02888): AdamW during the warm-up; no gradients are reduced after it.
 
-    After the warm-up each rank adds its own gradient to the momentum. The ranks' momenta are averaged as signs, with
-    error feedback in both directions. The mean moves the weights, and the next momentum starts from it. Weights and
-    moments are the same on all ranks.
-
-    On another number of ranks, worker errors are averaged, and the shards of server errors are split again. The next
-    mean then contains the same part of them. Memory: 1 + 1 / N copies of the parameters for N ranks; two more during
-    a step.
-
-    Args:
-        warmup_steps: Steps with plain AdamW, until the variance is stable; 15 to 20 % of the run in the paper.
+    After the warm-up the ranks' momenta, with their own gradients, are averaged as signs with error feedback in both
+    directions. On another number of ranks, worker errors are averaged and server errors are split again. The next mean
+    then contains the same part of them.
     """
 
     role = Role.OPTIMIZER
@@ -118,11 +111,7 @@ class OneBitAdam(Callback):
 
 
 def adamw(optimizer: Optimizer) -> AdamW:
-    """Return `optimizer` if it is an AdamW that 1-bit Adam can continue.
-
-    Raises:
-        ConfigError: It is another optimizer, or has an option that 1-bit Adam lacks.
-    """
+    """Return `optimizer` if it is an AdamW that 1-bit Adam can continue."""
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
             f"optimizer={type(optimizer).__name__}: onebit_adam continues from AdamW's momentum and variance; "

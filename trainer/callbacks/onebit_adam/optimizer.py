@@ -20,13 +20,9 @@ class SignedMean:
     """Averages vectors over ranks as signs: each rank averages one shard and sends its mean to all.
 
     Both messages have the signs and the mean magnitude of each piece of a shard: a parameter, or part of one. Paper:
-    Tang et al. 2021, arXiv:2102.02888. Nothing gets lost. Over many steps, the outputs and the errors (the mean of the
-    workers', all of the servers') add up to the mean of the inputs.
-
-    Args:
-        bucket: Layout of the vector.
-        like: An empty tensor with the vector's dtype and device.
-        worker, server: Residuals of this rank's own vector, and of its shard's mean.
+    Tang et al. 2021, arXiv:2102.02888. Nothing is lost. Over many steps, the outputs and the errors (the mean of the
+    workers', all of the servers') add up to the mean of the inputs. `like` is empty, and has the vector's dtype and
+    device.
     """
 
     def __init__(self, ends: AllReduce, bucket: Bucket, like: Tensor, worker: Residuals, server: Residuals) -> None:
@@ -40,7 +36,6 @@ class SignedMean:
         self.server_error = server.of(self.own, self._cut(self.worker_error)[rank])
 
     def __call__(self, flat: Tensor) -> Tensor:
-        """Average in place. A collective."""
         self.worker_error += flat
         sent = [self._encode(*shard) for shard in zip(self._cut(self.worker_error), self.shards, strict=True)]
         rows = self.ends.swap(pad_sequence(sent, batch_first=True))
@@ -68,10 +63,8 @@ class OneBit:
     """Wraps `optimizer`, which steps by itself until `freeze`.
 
     Afterwards each rank adds its own gradients to the momenta. The weights move by the mean momentum divided by the
-    root of the frozen variance.
-
-    The bias corrections remain, so that steps do not jump: the momentum's continues, and the variance's is frozen with
-    it. An element whose frozen variance is zero does not move, because a sign is never zero.
+    root of the frozen variance. Bias corrections remain, so that steps do not jump: the momentum's continues, and the
+    variance's is frozen with it. An element with zero variance does not move, because a sign is never zero.
     """
 
     def __init__(self, optimizer: AdamW) -> None:
@@ -83,10 +76,10 @@ class OneBit:
         return getattr(self.optimizer, name)
 
     def freeze(self, frozen_step: int, ends: AllReduce, worker: Residuals, server: Residuals) -> None:
-        """Freeze the variance.
+        """Freeze the variance, which has seen `frozen_step` steps.
 
-        `frozen_step` is the number of steps that the variance has seen. 0 means as many as the momentum has, and
-        corrects its bias now. An AdamW that resumes from this state makes steps that are too short, if anything.
+        0 means as many steps as the momentum, and corrects its bias now. An AdamW that resumes from this state makes
+        steps that are too short, if anything.
         """
         self.count = int(self.optimizer.state[self.params[0]]["step"])
         for group in self.optimizer.param_groups if not frozen_step else ():

@@ -1,6 +1,6 @@
-"""Sends buckets of gradients in the order in which the next forward pass needs them, and steps each only then."""
+"""Sends buckets of gradients in the order in which the next forward pass needs them, and only then steps each."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,28 +9,41 @@ from torch.optim import Optimizer
 
 from trainer.callback import Callback, Role, Symptom
 from trainer.callbacks.overlap.cost import OverlapCost
-from trainer.callbacks.overlap.deferred import DeferredBucket
 from trainer.callbacks.overlap.send_order import PASSES, Record
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
-from trainer.comm.reduce import Background, Reduce
+from trainer.comm.reduce import Background, Reduce, Reduced
 from trainer.cost.setup import Cost
 from trainer.cost.variant import Situation, Variant
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.optim.partial_step import PartialStep
+from trainer.optim.partial_step import OptimizerProxy, PartialStep
 from trainer.optim.probe import refuse_coupled
-from trainer.optim.wrapper import OptimizerProxy
+
+
+class DeferredBucket:
+    """One of DDP's buckets: the flat tensor of its gradients, and their pending mean."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params, self.bucket, self.missing = params, Bucket.of(params, 0), set(params)
+        self.flat = params[0].new_empty(self.bucket.numel())
+        self.mean = Reduced()
+
+    def fill(self) -> None:
+        """Copy the gradients into the flat tensor, and free them."""
+        self.bucket.take_gradients(self.flat)
+
+    def gradients(self, unused: Container[Tensor]) -> dict[Tensor, Tensor]:
+        """Wait for the mean; return each parameter's part of it, except for the `unused` ones."""
+        means = zip(self.params, self.bucket.gradients(self.mean.wait()), strict=True)
+        return {p: mean for p, mean in means if p not in unused}
 
 
 class Overlap(Callback):
     """Hides communication behind the next forward pass, like ByteScheduler (Peng et al. 2019) or BytePS.
 
-    The weights are bit-equal, step for step, to plain DDP's with buckets of the same size. Between steps they lag one
-    step behind, until `on_flush`.
-
-    DDP is only used in the rehearsal. Afterwards gradients go into buckets of DDP's layout, so that sums have the same
-    bits. Rank 0 derives the sending order from the rehearsal's times, and all ranks follow it.
+    DDP is only used in the rehearsal. Afterwards gradients go into buckets of DDP's layout, so the weights are
+    bit-equal to DDP's at each step. Between steps they are one step behind, until `on_flush`.
     """
 
     role = Role.OPTIMIZER
@@ -49,10 +62,9 @@ class Overlap(Callback):
 
     def __init__(self) -> None:
         self.pending: dict[DeferredBucket, None] = {}  # sent but not stepped yet
-        self.sent = 0  # buckets of this step
+        self.sent = 0  # buckets sent in this step
         self.fresh = True  # this step has had no forward pass yet
         self.unused: set[Tensor] = set()  # parameters that this rank did not use in the pending step
-        self.hooks: list[Any] = []
 
     @classmethod
     def variants(cls, at: Situation) -> Iterable[Variant]:
@@ -91,20 +103,16 @@ class Overlap(Callback):
         self.order: list[int] = trainer.ranks.first(self.record.order())
         trainer.strategy.unwrap()
         # Run before other hooks, which may compute a weight from parameters, as torch.nn.utils.prune does.
-        self.hooks = [
-            trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module), prepend=True)
-        ]
+        hooks = [trainer.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module), prepend=True)]
         for module, params in needs.items():
             buckets = dict.fromkeys(self.bucket_of[p] for p in params if p in self.bucket_of)
-            self.hooks.append(
+            hooks.append(
                 module.register_forward_pre_hook(lambda *_, buckets=buckets: self._finish(buckets), prepend=True)
             )
-        rest = trainer.module.register_forward_hook(lambda *_: self._finish(self.pending))
-        self.hooks += [rest, *(p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters)]
-
-    def on_fit_end(self, trainer) -> None:
-        for hook in self.hooks:  # parameter hooks would keep the trainer alive, which Python's collector can't see
-            hook.remove()
+        hooks.append(trainer.module.register_forward_hook(lambda *_: self._finish(self.pending)))
+        hooks += [p.register_post_accumulate_grad_hook(self._collect) for p in trainer.parameters]
+        for hook in hooks:  # parameter hooks would keep the trainer alive, which Python's collector can't see
+            trainer.undo.callback(hook.remove)
 
     def _share_buffers(self, module: nn.Module) -> None:
         """Broadcast rank 0's buffers before the first forward pass of a step, as DDP does."""
@@ -117,7 +125,7 @@ class Overlap(Callback):
 
     @torch.no_grad()
     def _collect(self, p: Tensor) -> None:
-        """Note that the gradient of `p` is ready; send complete buckets in their order."""
+        """Note that the gradient of `p` is ready; send complete buckets in order."""
         bucket = self.bucket_of[p]
         bucket.missing -= {p} if self.trainer.strategy.syncing else set()  # the step's last micro-batch
         if not bucket.missing:
@@ -175,6 +183,5 @@ class Overlap(Callback):
             self.trainer.lag = 1 if self.pending else 0
 
     def _by_no_rank(self) -> set[Tensor]:
-        """Return the parameters that no rank used in the pending step."""
         counts = zip(self.trainer.parameters, self.unused_by(), strict=True)
         return {p for p, count in counts if count == self.trainer.world}

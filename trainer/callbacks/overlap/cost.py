@@ -8,7 +8,7 @@ from trainer.cost.setup import Bucket, Cost, Held, Passes, Setup
 from trainer.cost.simulate import Job, Task, simulate
 
 MIB = 1.0  # size of a bucket on gloo; on NCCL buckets have DDP's size
-STEPS = 4  # simulated steps, after which further ones are alike
+STEPS = 4  # simulated steps; later ones take equally long
 
 
 class OverlapCost(Cost):

@@ -16,7 +16,7 @@ PASSES = 5  # passes of a rehearsal, because the times of a single one are too n
 class Record:
     """The rehearsal's times, in seconds: of each module's call, each gradient and each reduction.
 
-    Only the pass with the shortest backward counts, among the last ones, because it has waited least.
+    Only one of the last passes counts: the one with the shortest backward pass, because it has waited least.
     """
 
     def __init__(self, module: nn.Module, params: list[nn.Parameter]) -> None:
@@ -63,7 +63,7 @@ class Record:
 
     def order(self) -> list[int]:
         """Return the order in which to send the buckets of `layout`."""
-        last_s = max(self.ready_s.values())  # used for parameters that the pass did not use
+        last_s = max(self.ready_s.values())  # for parameters that the pass did not use
         need_s: dict[Tensor, float] = {}
         for module, params in self.needs.items():
             need_s |= {p: min(self.called_s[module], need_s.get(p, math.inf)) for p in params}

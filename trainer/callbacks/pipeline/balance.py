@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 
 TWICE = ("interleaved", "zero_bubble", "zbv")  # schedules with two stages on each rank
@@ -11,25 +12,21 @@ Fits = Callable[[int, int, int], bool]  # (stage, first block, stop) -> whether 
 def best_cut(blocks: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...] | None:
     """Return the first block of each stage so that the costliest stage costs least; None if no cut is possible.
 
-    Args:
-        cost: (stage, first block, stop) -> the stage's cost; inf if there can't be such a stage.
+    `cost` maps a stage, its first block and the one after its last to a cost; inf if there can't be such a stage.
     """
-    # best[s][i]: the cost of the costliest stage, minimised over the cuts of the first i blocks into s stages.
-    best = [[math.inf] * (blocks + 1) for _ in range(stages + 1)]
-    cut = [[0] * (blocks + 1) for _ in range(stages + 1)]
-    best[0][0] = 0.0
-    for s in range(1, stages + 1):
-        for i in range(s, blocks + 1):
-            for j in range(s - 1, i):
-                if best[s - 1][j] < best[s][i] and (worst := max(best[s - 1][j], cost(s - 1, j, i))) < best[s][i]:
-                    best[s][i], cut[s][i] = worst, j
-    if best[stages][blocks] == math.inf:
-        return None
-    starts, end = [], blocks
-    for s in range(stages, 0, -1):
-        end = cut[s][end]
-        starts.append(end)
-    return tuple(reversed(starts))
+
+    @cache
+    def best(stages: int, blocks: int) -> tuple[float, tuple[int, ...]]:
+        """Return the cost of the costliest stage, and the cut, if the first `blocks` blocks make so many stages."""
+        if not stages:
+            return (math.inf if blocks else 0.0), ()
+        starts = range(stages - 1, blocks)
+        costs = [(max(best(stages - 1, start)[0], cost(stages - 1, start, blocks)), start) for start in starts]
+        worst, start = min(costs, default=(math.inf, 0))
+        return worst, (*best(stages - 1, start)[1], start)
+
+    worst, starts = best(stages, blocks)
+    return starts if worst < math.inf else None
 
 
 def balance(
@@ -37,10 +34,7 @@ def balance(
 ) -> tuple[int, ...] | None:
     """Return the first block of each stage so that the slowest stage is as fast as possible; None if no cut fits.
 
-    Args:
-        costs: Cost per block; there are at least as many blocks as stages.
-        slow: Slowdown per stage: a factor on all of its costs.
-        head, tail: Extra cost of the first stage, and of the last one.
+    `slow` is a factor on all costs of each stage. `head` and `tail` are added for the first and the last stage.
     """
     sums, last = [0.0, *accumulate(costs)], len(slow) - 1
 

@@ -13,9 +13,9 @@ from torch.utils.data import default_collate
 from trainer.annotated import AtLeast, PositiveFloat, PositiveInt, fits
 from trainer.callback import Callback, Role, name_of
 from trainer.callbacks.pipeline.balance import TWICE, Fits, balance
-from trainer.callbacks.pipeline.cost import PipelineCost
-from trainer.callbacks.pipeline.memory import make_room, refuse
-from trainer.callbacks.pipeline.partition import cut_by_time, in_flight, memory_limit
+from trainer.callbacks.pipeline.cost import SPLIT, SPLITTING, PipelineCost
+from trainer.callbacks.pipeline.memory import refuse, stage_memory
+from trainer.callbacks.pipeline.partition import cut_by_time, max_in_flight, memory_limit
 from trainer.callbacks.pipeline.pipedream import PipeDream, open_links
 from trainer.callbacks.pipeline.profile_blocks import Trial, try_whole
 from trainer.callbacks.pipeline.stages import KEY, check_blocks, drop_others
@@ -40,20 +40,8 @@ class PipelineParallel(Callback):
     """Cuts the model between its blocks into stages (Huang et al. 2018, arXiv:1811.06965).
 
     The ranks form a mesh of `stages` x replicas: rank = stage * replicas + replica. Without dropout, weights and losses
-    are bit-equal to the unsplit model's. With dropout, each block draws its own numbers, whatever the cut and schedule.
-
-    Args:
-        stages: Ranks per pipeline. It must divide the number of ranks.
-        schedule: The order of the passes: `gpipe`, `1f1b` (Narayanan et al. 2019, arXiv:1806.03377), `interleaved`
-            (2021, arXiv:2104.04473), `zero_bubble` or `zbv` (Qi et al. 2024, arXiv:2401.10241). The last three cut the
-            model into two stages per rank. `pipedream_2bw` (2021, arXiv:2006.09503) is asynchronous and not exact: a
-            step applies the gradient of the previous batch.
-        cut: The first block of each stage except the first. `auto` times each block on each rank in forward passes of
-            the first micro-batch. It also measures the bytes that a block saves for its backward pass, and skips cuts
-            that exceed the ranks' memory. A resume keeps the cut.
-        memory_gib: GiB that a rank may use, for `cut=auto`; null: its GPU's memory. On a CPU, null means no limit.
-        run_ahead: Forward passes by which a stage of `pipedream_2bw` runs ahead of the next one. More of them hide
-            slower messages, but keep more activations.
+    are bit-equal to the unsplit model's. Only `pipedream_2bw` is not exact: a step applies the gradient of the previous
+    batch.
     """
 
     role = Role.SPLIT
@@ -85,7 +73,9 @@ class PipelineParallel(Callback):
         run_ahead: PositiveInt = 1,
     ) -> None:
         self.exact = schedule != ASYNC
-        self.provides = frozenset() if self.exact else frozenset({"defers"})  # a step has the batch before's gradients
+        self.provides = (
+            frozenset() if self.exact else frozenset({"defers"})
+        )  # a step applies the previous batch's gradients
         if run_ahead > 1 and schedule != ASYNC:
             raise ConfigError(
                 f"{KEY}.run_ahead={run_ahead}: is for {KEY}.schedule={ASYNC}, and schedule={schedule}; set it to 1"
@@ -110,7 +100,9 @@ class PipelineParallel(Callback):
 
     def cost(self) -> Cost:
         cut = None if isinstance(self.cut, str) else tuple(self.cut)
-        return PipelineCost(stages=self.stages, schedule=self.schedule, cut=cut, run_ahead=self.run_ahead)
+        knobs: dict[str, Any] = {"schedule": self.schedule, "cut": cut, "run_ahead": self.run_ahead}
+        factor = SPLIT if self.schedule in SPLITTING else 1.0
+        return PipelineCost(stages=self.stages, backward_factor=factor, **knobs)
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
         if trainer.device.type == "cuda" and trainer.ranks.backend == "gloo":
@@ -193,7 +185,6 @@ class PipelineParallel(Callback):
         return {"starts": list(self.layout.starts), "blocks": self.layout.blocks, "schedule": self.schedule}
 
     def _resumed(self, trainer: Context, blocks: int) -> tuple[int, ...] | None:
-        """Return the cut in the resumed checkpoint, if it has the same number of stages."""
         name = name_of(self, trainer.callbacks)
         saved = trainer.plan.manifest.get("decisions", {}).get(name, {})
         starts = saved.get("starts", []) if fits(saved, dict[str, Any]) else []
@@ -204,7 +195,7 @@ class PipelineParallel(Callback):
     def _try(self, trainer: Context, model: nn.Module, blocks: list[nn.Module]) -> Trial | None:
         """Run the first micro-batch through the whole model. None if no rank can, or if the data is an iterable."""
         plan, recipe, found = trainer.plan, trainer.recipe, None
-        if plan.order is not None:  # else reading a batch would consume it
+        if plan.order is not None:  # otherwise reading a batch would consume it
             split = Split(trainer.batch, self.replicas, plan.accumulate)
             loader = Loader(
                 plan.source, plan.order, split, replace(plan.data, workers=0), rank=self.mesh.place.get("data", 0),
@@ -220,11 +211,7 @@ class PipelineParallel(Callback):
         return found if self.trials else None
 
     def _cut(self, trainer: Context, model: nn.Module, blocks: list[nn.Module]) -> tuple[int, ...]:
-        """Return the first block of each stage: balanced by measured times, or else by parameters.
-
-        Raises:
-            ConfigError: No cut fits into the ranks' memory.
-        """
+        """Return the first block of each stage: balanced by measured times, or else by parameters."""
         layout = Layout(tuple(range(self.virtual)), len(blocks), self.stages, self.schedule == "zbv")
         ranks, replicas = [layout.rank(stage) for stage in range(self.virtual)], self.replicas
         place = [[rank * replicas + i for i in range(replicas)] for rank in ranks]
@@ -240,14 +227,14 @@ class PipelineParallel(Callback):
         own = self.memory_gib * 2**30 if self.memory_gib is not None else memory_limit(trainer.device)
         every = [math.inf if limit is None else limit for limit in trainer.ranks.gather(own)]
         limits = [min(every[rank] for rank in stage) for stage in place]
-        live = in_flight(self.schedule, self.virtual, self.stages, trainer.plan.accumulate, self.run_ahead)
-        room = make_room(trainer, model, blocks, self.trials, limits, live, 1 if self.exact else 2)
-        starts = cut(room.fits)
-        if starts and not room.holds(starts, ranks):  # a rank's two stages may fit alone but not together
-            room = room.halved()
-            starts = cut(room.fits)
+        in_flight = max_in_flight(self.schedule, self.virtual, self.stages, trainer.plan.accumulate, self.run_ahead)
+        memory = stage_memory(trainer, model, blocks, self.trials, limits, in_flight, 1 if self.exact else 2)
+        starts = cut(memory.fits)
+        if starts and not memory.holds(starts, ranks):  # a rank's two stages may fit alone but not together
+            memory = memory.halved()
+            starts = cut(memory.fits)
         if not starts:
-            raise refuse(room)
+            raise refuse(memory)
         return starts
 
     def _refuse_unlike(self, model: nn.Module) -> None:
@@ -264,11 +251,7 @@ class PipelineParallel(Callback):
                 raise ConfigError(f"{KEY}: {name} is used by more than two ranks; untie it, or leave pipeline out")
 
     def _checked(self, cut: list[int], blocks: int) -> tuple[int, ...]:
-        """Return the first block of each stage.
-
-        Raises:
-            ConfigError: The cut leaves a stage without a block.
-        """
+        """Return the first block of each stage. Refuse a cut that leaves a stage without a block."""
         starts = (0, *cut)
         rises = all(one < other for one, other in zip(starts, (*cut, blocks), strict=True))
         if len(starts) != self.virtual or not rises:

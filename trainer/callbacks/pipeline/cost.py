@@ -8,15 +8,13 @@ from trainer.callbacks.pipeline.balance import TWICE, balance
 from trainer.cost.collectives import Wire
 from trainer.cost.setup import Cost, Held, Passes, Setup, StepCost
 
-SPLIT = 1.25  # factor on a backward pass that splits input and weight gradients: docs/cost-model.md
+SPLIT, SPLITTING = 1.25, ("zero_bubble", "zbv")  # the factor on backward passes that split input and weight gradients
 IDLE = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / 2, "zero_bubble": 1 / 3}  # relative to GPipe's idle time
 ASYNC = "pipedream_2bw"
 
 
 @dataclass(frozen=True)
 class PipelineCost(Cost):
-    """The costs of a pipeline schedule over `stages` ranks."""
-
     ddp_buckets: bool = False
     checkpoint_parts: bool = True
     schedule: str = "1f1b"
@@ -33,16 +31,12 @@ class PipelineCost(Cost):
             return ()
         return parts_of_ranks(setup.workload.parts, self.stages, self.schedule, self.cut)
 
-    def backward_factor(self) -> float:
-        return SPLIT if self.schedule in ("zero_bubble", "zbv") else 1.0
-
     def added(self, setup: Setup, run: Passes) -> StepCost:
         idle_s = idle(setup, self.schedule) * run.compute_s
         messages = exchanged(setup, self.schedule)
         return StepCost(messages.seconds + idle_s, messages.sent_bytes)
 
     def in_flight(self, setup: Setup) -> float:
-        """Return the number of micro-batches whose activations the first stage holds."""
         if self.schedule == "gpipe":
             return setup.passes
         return self.run_ahead * (self.stages - 1) + 1 if self.schedule == ASYNC else min(setup.passes, self.stages)
@@ -60,8 +54,8 @@ def idle(setup: Setup, schedule: str) -> float:
 
     With p stages and m micro-batches it is (p - 1) / m for GPipe and 1F1B (Huang et al. 2018, Narayanan et al. 2019).
     Two chunks per rank halve it (Narayanan et al. 2021, arXiv:2104.04473). ZB-H1 leaves a third (Qi et al. 2024,
-    arXiv:2401.10241), if input gradients and weight gradients each take as long as the forward pass. ZBV and 2BW
-    leave none. With unequal stages, the slowest waits once for the others.
+    arXiv:2401.10241), if input gradients and weight gradients each take as long as the forward pass. ZBV and 2BW leave
+    none. With unequal stages, the slowest waits once for the others.
     """
     return IDLE.get(schedule, 0.0) * (1 / setup.stage_share - 1) / setup.passes
 
@@ -69,8 +63,8 @@ def idle(setup: Setup, schedule: str) -> float:
 def exchanged(setup: Setup, schedule: str) -> StepCost:
     """Return the seconds that messages add while the pipeline fills and drains, and the bytes that a stage sends.
 
-    Filling and draining takes `2 (p - 1)` messages in sequence; all others overlap with the passes. At the end of a
-    step the first stage and the last exchange the gradients of tied parameters; ZBV has both on one rank.
+    These are `2 (p - 1)` sequential messages; all others overlap with the passes. At the end of a step the first stage
+    and the last exchange the gradients of tied parameters; ZBV has both on one rank.
     """
     machine, stages = setup.machine, setup.stages
     size, tied = setup.workload.boundary_bytes * setup.micro, setup.workload.tied_bytes * (schedule != "zbv")
@@ -87,11 +81,8 @@ def parts_of_ranks(
 ) -> Sequence[Sequence[int]]:
     """Return the parts on each rank, cut as `pipeline` does; nothing if there are fewer blocks than stages.
 
-    Rank s modulo `ranks` runs stage s. With ZBV, the second stages are assigned in reverse order.
-
-    Args:
-        parts: Shares of the passes: before the blocks, per block, and after them.
-        cut: The first block of each stage except the first; None: the cut with the fastest slowest stage.
+    `parts` are shares of the passes: before the blocks, per block, and after them. Rank s modulo `ranks` runs stage s.
+    With ZBV, the second stages are assigned in reverse order.
     """
     stages, blocks = ranks * (2 if schedule in TWICE else 1), parts[1:-1]
     if len(blocks) < stages:

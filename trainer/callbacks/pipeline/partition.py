@@ -22,20 +22,20 @@ class Sizes(NamedTuple):
     stream: int = 0  # sent between two stages, per micro-batch
 
 
-class Room:
+class StageMemory:
     """The bytes that stages need, and the bytes available to them.
 
     Args:
         limits: Bytes available per stage: the minimum over the ranks that run it.
-        live: Per stage, the most micro-batches between their forward and their backward pass.
+        in_flight: Per stage, the most micro-batches between their forward and their backward pass.
         micros: Micro-batches per step; torch allocates a message for each.
         half: Whether a limit is half of a rank's, because two stages share the rank.
     """
 
     def __init__(
-        self, sizes: Sizes, limits: Sequence[float], live: Sequence[int], micros: int, half: bool = False
+        self, sizes: Sizes, limits: Sequence[float], in_flight: Sequence[int], micros: int, half: bool = False
     ) -> None:
-        self.sizes, self.limits, self.live, self.micros, self.half = sizes, limits, live, micros, half
+        self.sizes, self.limits, self.in_flight, self.micros, self.half = sizes, limits, in_flight, micros, half
         self.blocks, self.stages = len(sizes.fixed) - 2, len(limits)
         self.fixed, self.saved = [0.0, *accumulate(sizes.fixed)], [0.0, *accumulate(sizes.saved)]
 
@@ -44,15 +44,14 @@ class Room:
         low = start + 1 if stage else 0
         high = stop + 1 + (stage == self.stages - 1)
         ends = (stage > 0) + (stage < self.stages - 1)
-        saved = self.live[stage] * (self.saved[high] - self.saved[low])
+        saved = self.in_flight[stage] * (self.saved[high] - self.saved[low])
         return self.fixed[high] - self.fixed[low], saved, ends * self.micros * self.sizes.stream
 
     def fits(self, stage: int, start: int, stop: int) -> bool:
         return sum(self.need(stage, start, stop)) <= self.limits[stage]
 
-    def halved(self) -> "Room":
-        """Return the room for each of two stages that share a rank."""
-        return Room(self.sizes, [limit / 2 for limit in self.limits], self.live, self.micros, half=True)
+    def halved(self) -> "StageMemory":
+        return StageMemory(self.sizes, [limit / 2 for limit in self.limits], self.in_flight, self.micros, half=True)
 
     def holds(self, starts: Sequence[int], ranks: Sequence[int]) -> bool:
         """Return whether all stages fit on their ranks; `ranks` has the rank of each stage."""
@@ -75,7 +74,7 @@ class Room:
         return fullest[0], self.need(*fullest)
 
 
-def in_flight(schedule: str, stages: int, ranks: int, micros: int, run_ahead: int) -> list[int]:
+def max_in_flight(schedule: str, stages: int, ranks: int, micros: int, run_ahead: int) -> list[int]:
     """Return, per stage, an upper bound on the micro-batches between their forward and their backward pass."""
     if schedule == "pipedream_2bw":
         return [run_ahead * (stages - 1 - stage) + 1 for stage in range(stages)]
@@ -91,9 +90,7 @@ def in_flight(schedule: str, stages: int, ranks: int, micros: int, run_ahead: in
 def cut_by_time(trials: Sequence[Trial], place: Sequence[Sequence[int]], fits: Fits) -> tuple[int, ...] | None:
     """Return the first block of each stage so that the slowest stage is as fast as possible; None if no cut fits.
 
-    Args:
-        trials: One per rank.
-        place: The ranks that run each stage; the slowest of them determines its speed.
+    There is one trial per rank. `place` has the ranks that run each stage; the slowest of them determines its speed.
     """
     totals = [trial.total for trial in trials]
     slow = [max(totals[rank] for rank in ranks) / min(totals) for ranks in place]

@@ -24,10 +24,8 @@ def open_links(ranks: Ranks, pipes: list[list[int]]) -> Links:
     """Create a process group for each direction of the links between stages. A collective.
 
     NCCL runs the messages of a group in sequence. With separate groups, a message never waits for one to another
-    neighbour or in the other direction, which could cause a deadlock.
-
-    Args:
-        pipes: The ranks of each pipeline, in the order of its stages.
+    neighbour or in the other direction, which could cause a deadlock. `pipes` has the ranks of each pipeline, in the
+    order of its stages.
     """
     links: Links = []
     for odd in (0, 1):
@@ -60,15 +58,12 @@ class Inbox:
             self.offered.append((message, dist.irecv(message, self.peer, group=self.group)))
 
     def take(self) -> Tensor:
-        """Wait for the next message."""
         message, work = self.offered.popleft()
         work.wait()
         return message
 
 
 class Outbox:
-    """Messages to a neighbour."""
-
     def __init__(self, peer: int, group: dist.ProcessGroup) -> None:
         self.peer, self.group = peer, group
         self.sent: deque[tuple[Tensor, Any]] = deque()
@@ -84,11 +79,7 @@ class Outbox:
 
 
 class Awaited(list[Tensor]):
-    """Losses from the last stage. They are NaN until iterating or indexing waits for them.
-
-    Args:
-        values: float64, (micro-batches,).
-    """
+    """Losses from the last stage, (micro-batches,) in float64. NaN until iterating or indexing waits for them."""
 
     def __init__(self, values: Tensor, work: Any) -> None:
         super().__init__(values.unbind())
@@ -106,15 +97,12 @@ class Awaited(list[Tensor]):
 class PipeDream(Pipeline):
     """A stage whose passes continue across the end of a step, with two versions of its weights.
 
-    A step runs the forward passes of its batch, and applies the gradients of the previous batch:
-    W(t+1) = W(t) - step(gradient of batch t-1 at W(t-1)). With `run_ahead` = 1, stage s of S is S - 1 - s
-    micro-batches behind with its backward passes, even at the end of a step. The first step has no gradients to apply,
-    and the last batch's are never applied.
+    A step runs the forward passes of its batch, and applies the gradients of the previous batch: W(t+1) = W(t) -
+    step(gradient of batch t-1 at W(t-1)). With `run_ahead` = 1, stage s of S is S - 1 - s micro-batches behind with its
+    backward passes, even at the end of a step. The first step has no gradients to apply, and the last batch's are never
+    applied.
 
-    Args:
-        links: The result of `open_links`.
-        run_ahead: Forward passes by which a stage runs ahead of the next one, at least 1.
-        rehearsing: Returns whether the current passes will be discarded.
+    `links` is the result of `open_links`. `rehearsing` returns whether the current passes will be discarded.
     """
 
     def __init__(self, *args: Any, links: Links, run_ahead: int, rehearsing: Callable[[], bool], **kwargs: Any) -> None:
@@ -130,7 +118,7 @@ class PipeDream(Pipeline):
     def forward_backward(self, data: Step, total: Callable[[], int]) -> list[Tensor]:
         """Run the batch's forward passes and as many backward passes; return the losses of all micro-batches.
 
-        Afterwards the parameters hold the gradients of the previous batch.
+        Afterwards the parameters have the gradients of the previous batch.
         """
         self.pass_ = self._read(data, total)
         if self.schedule is None:
@@ -184,7 +172,6 @@ class PipeDream(Pipeline):
         return {"starts": list(self.layout.starts), "gradients": gradients}
 
     def load_pending(self, state: dict[str, Any]) -> None:
-        """Restore the state of `pending`."""
         self.before = Version(self.parameters)
         for name, leaf in zip(self.names, self.before.leaves, strict=True):
             if name in state["gradients"]:
@@ -233,9 +220,8 @@ class PipeDream(Pipeline):
         self.flights.append(Flight(version, received, out))
 
     def _run_backward(self) -> None:
-        """Run the oldest outstanding backward pass."""
         flight = self.flights.popleft()
-        self.versions.use(flight.version.leaves)  # a recomputation reads the model's
+        self.versions.use(flight.version.leaves)  # which a recomputation reads from the model
         gradient = self.output_gradients.take() if self.stage < self.last else None
         torch.autograd.backward(flight.out, gradient)
         if flight.received is not None:
@@ -268,11 +254,7 @@ class PipeDream(Pipeline):
         return Awaited(values, dist.broadcast(values, last, group=self.pipe, async_op=True))
 
     def _end_rehearsal(self) -> None:
-        """Drain the pipeline, and reduce the gradients, which will be discarded.
-
-        Raises:
-            ConfigError: A pass used parameters from outside of their module.
-        """
+        """Drain the pipeline, and reduce the gradients, which will be discarded."""
         self.drain()
         if any(p.grad is not None for p in self.parameters):
             raise ConfigError(

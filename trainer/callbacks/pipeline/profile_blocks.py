@@ -53,7 +53,6 @@ class Stretches:
             block.to("cpu")
 
     def run(self, call: Callable[[], Tensor]) -> float:
-        """Run a forward pass; return its value."""
         self.seconds, self.saved = [0.0], [0.0]
         self.known: dict[int, StorageWeakRef] = {}  # while these live, no other storage can get their identity
         self._move_rest(self.device)
@@ -117,8 +116,7 @@ def try_whole(
 ) -> Trial | None:
     """Run the whole model with one block at a time on the device, and return it to the host. None if that fails.
 
-    Args:
-        loss: Computes the loss of a micro-batch.
+    `loss` computes the loss of a micro-batch.
     """
     trials: list[Trial] = []
     stretches = Stretches(model, blocks, device)

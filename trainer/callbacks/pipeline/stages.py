@@ -1,8 +1,9 @@
 """Cuts a model into the stages of a pipeline: runs a pass of one stage, and drops the parameters that it lacks.
 
 A stage runs the model's own `forward` but skips the blocks of other stages. A gate before each block feeds in the
-stage's input, or hands out the stage's output. Code outside the blocks runs on every stage, without the parameters
-that the stage lacks. These are NaN there, so a result that depends on one is NaN, and a rehearsal detects it.
+stage's input, or ends the pass with the stage's output. Code outside the blocks runs on every stage, without the
+parameters that the stage lacks. These are NaN there, so a result that depends on one is NaN, and a rehearsal detects
+it.
 """
 
 import math
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.parallel.absent import Absent, absent
 from trainer.parallel.layout import Layout
+from trainer.parallel.placeholder import Placeholder, placeholder
 
 KEY = "callbacks.pipeline"
 
@@ -37,21 +38,20 @@ def check_blocks(blocks: Sequence[nn.Module], stages: int) -> None:
 
 
 def drop_others(model: nn.Module, own: set[str], device: torch.device) -> None:
-    """Replace each parameter whose first name is not in `own` by one without memory, under all of its names."""
+    """Replace each parameter whose first name is not in `own` with a placeholder, under all of its names."""
     kept = {id(p) for name, p in model.named_parameters() if name in own}
-    dropped: dict[int, Absent] = {}
+    dropped: dict[int, Placeholder] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None and id(p) not in kept and not isinstance(p, Absent):
-                module._parameters[name] = dropped.setdefault(id(p), absent(p, device))
+            if p is not None and id(p) not in kept and not isinstance(p, Placeholder):
+                module._parameters[name] = dropped.setdefault(id(p), placeholder(p, device))
                 kept.add(id(dropped[id(p)]))
 
 
-class Handed(BaseException):
+class StageOutput(BaseException):
     """Ends a model's forward pass where a stage's output is ready. A model's `except Exception` does not catch it.
 
-    Args:
-        stream: The output of the stage's last block, as the next block would receive it.
+    `stream` is the output of the stage's last block, as the next block would receive it.
     """
 
     def __init__(self, stream: Tensor) -> None:
@@ -59,11 +59,11 @@ class Handed(BaseException):
         self.stream = stream
 
 
-class Gates:
+class StageGates:
     """Gates before the blocks of a model, with which a pass runs the blocks of one stage.
 
-    A block's first argument, or its first keyword, must be a tensor. After each block the model must replace it by the
-    block's output, or by a sum with it.
+    A block's first argument, or its first keyword, must be a tensor. After each block the model must replace it with
+    the block's output, or with a sum of both.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], layout: Layout) -> None:
@@ -89,9 +89,6 @@ class Gates:
             received: The previous stage's output; None on the first stage.
             call: Calls the model; returns its value, or a loss computed from it.
             seed: Called with 0 before the blocks, with i + 1 before block i, and with one more after the last.
-
-        Raises:
-            ConfigError: The model does not run its blocks in order.
         """
         self.first, self.stop = self.layout.range(stage)
         self.received, self.next, self.seed = received, 0, seed
@@ -103,8 +100,8 @@ class Gates:
             # The part before the stage only supplies other values, so autograd records from the stage's first block on.
             with torch.set_grad_enabled(self.trains and received is None):
                 value = call()
-        except Handed as handed:
-            stream = handed.stream
+        except StageOutput as ended:
+            stream = ended.stream
         finally:
             self.received = None
         self._expect(self.stop)
@@ -124,7 +121,7 @@ class Gates:
         self._expect(index)
         self.next += index < self.stop
         if index >= self.stop:
-            raise Handed(stream)
+            raise StageOutput(stream)
         if index < self.first:
             return self._unknown(stream) if index == 0 else stream
         if index == self.first and self.received is not None:
@@ -158,11 +155,7 @@ class Gates:
 
 
 def padded(stream: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor, contiguous and padded to the rows of `shape`, because all messages have the same shape.
-
-    Raises:
-        ConfigError: The tensor has more rows, or rows of another shape.
-    """
+    """Return the tensor, contiguous and padded to the rows of `shape`, because all messages have the same shape."""
     if len(stream) > shape[0] or stream.shape[1:] != shape[1:]:
         raise ConfigError(
             f"{KEY}: a micro-batch is {tuple(stream.shape)} between two stages, and the first one was {shape}; collate "

@@ -14,7 +14,7 @@ from torch.distributed import pipelining
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from trainer.callbacks.pipeline.stages import KEY, Gates, padded
+from trainer.callbacks.pipeline.stages import KEY, StageGates, padded
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.checks.recipe import CheckedLoss
@@ -24,10 +24,10 @@ from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.data.batch import Split, Step
 from trainer.errors import ConfigError
-from trainer.parallel.absent import Absent
 from trainer.parallel.forward_backward import weigh_loss
 from trainer.parallel.layout import Layout, homes
 from trainer.parallel.modes import evaluating
+from trainer.parallel.placeholder import Placeholder
 from trainer.parallel.reducer import Reducer
 from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
 from trainer.rng import PIPELINE, generators_of, mix
@@ -47,7 +47,7 @@ SCHEDULES = {
 def pipeline_mesh(ranks: Ranks, stages: int) -> Mesh:
     """Return the mesh of stages x replicas, in which replicas are neighbours. A collective.
 
-    rank = stage * replicas + replica. Without replicas, the mesh only has the dimension of stages.
+    Without replicas, the mesh only has the dimension of stages.
     """
     sizes = {"stage": stages, "data": ranks.world // stages}
     return Mesh(ranks, **{name: size for name, size in sizes.items() if size > 1})
@@ -67,23 +67,21 @@ class Pipeline:
     """One or two stages of the model on each rank, and replicas of the whole pipeline.
 
     Gradients are reduced over a stage's replicas alongside the last backward passes. A tied parameter that two ranks
-    have gets the sum of both gradients, which equals the unsplit model's up to rounding.
+    have gets the sum of both gradients, which equals the unsplit model's up to rounding. Dropout is keyed by (seed,
+    step, micro-batch, block).
 
     Args:
         holders: The stages that use each parameter, by name.
         split: The split of a step over the replicas. Messages have the rows of its largest micro-batch.
-        schedule: A key of SCHEDULES.
         reduce: The Reduce chain over a stage's replicas; None without replicas.
         expected: The unsplit model's loss on the first micro-batch without dropout; None if unknown.
-        seed: The run's seed; dropout is keyed by (step, micro-batch, block).
-        step: Returns the current step.
     """
 
     whole, lockstep, syncing = False, True, True
     bucket_bytes = 0
     constant_buffers: frozenset[str] = frozenset()
     owned: Collection[Tensor] | None = None
-    loss: CheckedLoss  # set once the trainer has it
+    loss: CheckedLoss  # set by the callback
 
     def __init__(
         self,
@@ -106,22 +104,23 @@ class Pipeline:
         self.data_rank, self.data_world = mesh.place.get("data", 0), mesh.sizes.get("data", 1)
         self.replicas = mesh.groups.get("data")
         self.parameters = trained(model)
-        self.leaves: list[nn.Parameter] = self.parameters  # what passes use, and leave gradients in
+        self.leaves: list[nn.Parameter] = self.parameters  # used by passes, which leave gradients in them
         self.micros, self.rows, self.schedule_name = split.micros(self.data_rank), split.micro, schedule
         self.reduce, self.expected, self.step, self.device = reduce, expected, step, device
         self.seed, self.generators = seed, generators_of(device)
         self.own = layout.of(self.stage)
-        self.gates = Gates(blocks, layout)
+        self.gates = StageGates(blocks, layout)
         self.full, self.training = model.forward, False
         model.forward = partial(self._forward, self.gates, self.full)
         self.schedule: Any = None
         self.pass_: Pass | None = None
-        self.metas: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}  # of each stage's output, until the schedule is
+        self.metas: dict[
+            int, tuple[tuple[int, ...], torch.dtype]
+        ] = {}  # form of each stage's output; fixed once there is a schedule
         self._lay_out(blocks)
 
     def _lay_out(self, blocks: Sequence[nn.Module]) -> None:
-        """Find the first stage of each entry in the model's state, and the tied parameters."""
-        names = {id(p): name for name, p in self.model.named_parameters()}  # a tied one's first name
+        names = {id(p): name for name, p in self.model.named_parameters()}  # for a tied parameter, its first name
         self.slots = {name: i for i, (name, stages) in enumerate(self.holders.items())}
         self.names = [names[id(p)] for p in self.parameters]
         passes = [self.micros * len(set(self.holders[name]) & set(self.own)) for name in self.names]
@@ -138,7 +137,7 @@ class Pipeline:
             self.first_holder.append(ranks[0] == self.stage)
             self.tied += [(p, rank) for rank in ranks if rank != self.stage]
 
-    # The contract of a strategy.
+    # The methods of a strategy.
     def sync_gradients(self, on: bool) -> None:
         self.syncing = on
 
@@ -158,7 +157,7 @@ class Pipeline:
             model, blocks = deepcopy((self.model, self.gates.blocks))
         finally:
             set_forwards(modules, gated)
-        model.forward = partial(self._forward, Gates(blocks, self.layout), model.forward)
+        model.forward = partial(self._forward, StageGates(blocks, self.layout), model.forward)
         return model
 
     def buckets(self) -> list[list[int]]:
@@ -207,8 +206,7 @@ class Pipeline:
         }
 
     def load(self, optimizer: Optimizer, sections: Mapping[str, Any]) -> None:
-        """Load this rank's parameters and their optimizer state, and all buffers."""
-        absent = {n for n, p in self.model.named_parameters(remove_duplicate=False) if isinstance(p, Absent)}
+        absent = {n for n, p in self.model.named_parameters(remove_duplicate=False) if isinstance(p, Placeholder)}
         state = self.model.state_dict()
         self.model.load_state_dict(
             {key: state[key] if key in absent else read_all(sections["model"][key]) for key in state}
@@ -239,18 +237,13 @@ class Pipeline:
         return norms
 
     def _clip_to(self, norms: Tensor, max_norm: float | None) -> Tensor:
-        """Compute the norm of all parameters' norms, and clip if a limit is given; return the norm."""
         total = torch.linalg.vector_norm(norms)
         if max_norm is not None:
             clip_grads_with_norm_(self.parameters, max_norm, total)
         return total
 
     def warm_up(self, run_pass: Callable[[], None]) -> None:
-        """Determine the shapes between stages in a first pass, build the schedule, and run it once.
-
-        Raises:
-            ConfigError: The model can't be cut like this, or the schedule does not support this many micro-batches.
-        """
+        """Determine the shapes between stages in a first pass, build the schedule, and run it once."""
         run_pass()
         run_pass()
 
@@ -261,7 +254,7 @@ class Pipeline:
         schedule = self.schedule or self._prepare(self.pass_.batches[0])
         arguments: dict[str, Any] = {}
         if self.layout.stages - 1 in self.own:
-            arguments["target"] = torch.zeros(self.micros)  # the batch has it
+            arguments["target"] = torch.zeros(self.micros)  # unused: the batch contains the targets
         for part in self.parts:
             part.done = 0
         self.training, self.reducer.step = True, self.step()
@@ -281,7 +274,7 @@ class Pipeline:
 
     def _read(self, data: Step, total: Callable[[], int]) -> "Pass":
         batches, weights = [batch for batch, _ in data], list(data.weights)
-        if len(batches) < self.micros:  # the rehearsal's
+        if len(batches) < self.micros:  # in the rehearsal
             batches, weights = batches * self.micros, weights * self.micros
         own = [weight * self.data_world for weight in weights[: self.micros]]
         return Pass(batches[: self.micros], own, total)
@@ -298,7 +291,7 @@ class Pipeline:
             return stream.clone() if stream._is_view() else stream  # zero-bubble schedules detach it in place
         if not now.weights[micro]:
             used = [p for p, name in zip(self.leaves, self.names, strict=True) if stage in self.holders[name]]
-            loss = zero_loss([*used, *([] if received is None else [received])], False)  # of this stage alone
+            loss = zero_loss([*used, *([] if received is None else [received])], False)  # only of this stage
         now.losses.append(loss.detach())
         return weigh_loss(loss, now.weights[micro], now.total()).reshape(1)
 
@@ -321,7 +314,6 @@ class Pipeline:
         self.rows = max(self.rows, rows)
 
     def _prepare(self, batch: Any) -> Any:
-        """Return the schedule, once the shapes between stages are known."""
         self._find_forms(batch)
         self.parts = [Part(self, stage) for stage in self.own]
         self.stages = [
@@ -374,7 +366,6 @@ class Pipeline:
         return list(values.unbind())
 
     def _values(self, losses: list[Tensor]) -> Tensor:
-        """Return the losses as one tensor, (micro-batches,); without any it is NaN."""
         if not losses:
             return torch.full((self.micros,), math.nan, dtype=torch.float64, device=self.device)
         return torch.stack([loss.reshape(()).double() for loss in losses])
@@ -390,7 +381,6 @@ class Pipeline:
             self._add([self._exchange(p, rank)])
 
     def _exchange(self, p: nn.Parameter, stage: int) -> Exchange:
-        """Begin to exchange the gradients of a tied parameter with the other stage."""
         own = (torch.zeros_like(p) if p.grad is None else p.grad).contiguous()
         other, peer = torch.empty_like(own), self.pipe_ranks[stage]
         both = (dist.isend, own), (dist.irecv, other)
@@ -398,14 +388,13 @@ class Pipeline:
         return Exchange(p, stage, own, other, works)
 
     def _add(self, exchanges: list[Exchange]) -> None:
-        """Add the gradients of both stages, once they are there."""
         for exchange in exchanges:
             for work in exchange.works:
                 work.wait()
             exchange.p.grad = exchange.own + exchange.other
 
-    # The forward pass alone: validation, and the first pass of the rehearsal.
-    def _forward(self, gates: Gates, full: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Forward passes without backward passes: validation, and the rehearsal's first pass.
+    def _forward(self, gates: StageGates, full: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.training:
             return full(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -444,7 +433,6 @@ class Pipeline:
         return stream
 
     def _note(self, stage: int, stream: Tensor) -> None:
-        """Keep the form of a stage's output, for the schedule."""
         if self.schedule is None:
             self.metas[stage] = tuple(stream.shape), stream.dtype
 
@@ -455,12 +443,7 @@ def set_forwards(modules: Sequence[nn.Module], forwards: Sequence[Callable[..., 
 
 
 class Pass:
-    """The micro-batches of a step, while the schedule runs.
-
-    Args:
-        weights: Items of each, times the number of replicas.
-        total: Returns the items of the step, over all ranks.
-    """
+    """The micro-batches of a step, while the schedule runs."""
 
     def __init__(self, batches: list[Any], weights: list[int], total: Callable[[], int]) -> None:
         self.batches, self.weights, self.total = batches, weights, total

@@ -1,4 +1,4 @@
-"""Two versions of the weights of a stage, for backward passes that run after a step (PipeDream-2BW)."""
+"""Two versions of a stage's weights, for backward passes that run after a step (PipeDream-2BW)."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,7 @@ from torch import Tensor, nn
 
 
 class Version:
-    """The weights that the passes of one batch use.
-
-    Attributes:
-        leaves: In the order of the parameters, with gradients of their own.
-        apart: The leaves have memory of their own; else it is the parameters'.
-    """
+    """The weights that the passes of one batch use."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.leaves = [nn.Parameter(p.data) for p in parameters]
@@ -20,14 +15,10 @@ class Version:
 
 
 class WeightVersions:
-    """The parameters have the newest weights; passes of the batch before use the weights of their version.
+    """The parameters have the newest weights; passes of the previous batch use the weights of their version.
 
-    A step must leave the tensors alone that backward passes still need. `part` gives the parameters other memory for
-    that, so each weight is in memory twice at the most.
-
-    Args:
-        model: Has the parameters, also tied ones.
-        parameters: Those that are trained.
+    A step must not change tensors that backward passes still need. `part` therefore gives the parameters other memory,
+    so each weight is in memory at most twice.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
@@ -43,7 +34,7 @@ class WeightVersions:
         self.spare: list[Tensor] = []  # memory that no version uses
 
     def use(self, leaves: Sequence[nn.Parameter]) -> None:
-        """Put these into the model, in the place of the parameters."""
+        """Put these into the model, in place of the parameters."""
         if leaves is not self.used:
             for module, name, i in self.places:
                 module._parameters[name] = leaves[i]
@@ -59,7 +50,7 @@ class WeightVersions:
         self.spare, version.apart = [], True
 
     def release(self, version: Version) -> None:
-        """Give the gradients to the parameters; no pass needs the version any more."""
+        """Give the gradients to the parameters, because no pass needs the version any more."""
         for p, leaf in zip(self.parameters, version.leaves, strict=True):
             p.grad = leaf.grad
         if version.apart:

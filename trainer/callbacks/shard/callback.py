@@ -12,8 +12,7 @@ from trainer.callbacks.shard import stage3
 from trainer.callbacks.shard.cost import OwnersCost, RowsCost
 from trainer.callbacks.shard.fsdp import FSDP
 from trainer.callbacks.shard.owners import Owners
-from trainer.callbacks.shard.zero1 import ZeRO1
-from trainer.callbacks.shard.zero2 import ZeRO2
+from trainer.callbacks.shard.zero import ZeRO1, ZeRO2
 from trainer.comm.mesh import line_of
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.setup import Cost
@@ -39,21 +38,9 @@ WITHOUT_DDP = {
 class Shard(Callback):
     """Shards the training state over the ranks.
 
-    With stages 1 and 2, each parameter is stepped by one rank: the largest first, each by the rank with the fewest
-    elements so far. Parameters stay whole. Results are bit-equal to plain training with any optimizer that steps each
-    parameter independently. Stage 3 is torch's FSDP2: each rank has some rows of each parameter, and results equal
-    plain training's up to rounding.
-
-    Args:
-        stage: 1 shards the optimizer state. 2 also shards gradients: a bucket is freed as soon as it is reduced. 3
-            also shards parameters.
-        blocks: For stage 3: class names of the modules that are gathered one by one. null uses `recipe.blocks`, or the
-            members of the longest `nn.ModuleList`.
-        reshard: For stage 3: free a block's parameters after its forward pass, and gather them again for its backward
-            pass.
-        hybrid: For stage 3: shard inside groups of this many ranks, and average across groups; true: one group per
-            node.
-        offload: For stage 3: keep parameters, gradients and optimizer state on the host.
+    With stages 1 and 2, each parameter is stepped by one rank, bit-equal to plain training with any optimizer that
+    steps each parameter independently. Stage 3 is torch's FSDP2, where each rank has some rows of each parameter, and
+    is exact up to rounding.
     """
 
     role = Role.SHARD
@@ -111,7 +98,7 @@ class Shard(Callback):
         strategy = stage3.fully_shard(
             trainer, model, self.mesh, self.across, self.blocks, reshard=self.reshard, offload=self.offload
         )
-        # Otherwise a compiled block would be recompiled for each number.
+        # A compiled block would be recompiled for each number of this hook.
         if not any(Role.COMPILE in (each.role, *each.also) for each in trainer.callbacks.values()):
             self.order = stage3.BlockOrder([model.get_submodule(name) for name in strategy.blocks])
         return strategy

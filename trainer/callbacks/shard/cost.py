@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.callbacks.shard.assign import assign
+from trainer.callbacks.shard.owners import assign
 from trainer.cost.buckets import joined, lay_out, stretches
 from trainer.cost.collectives import Group, Wire, add, of_ranks, time
 from trainer.cost.messages import Message
@@ -65,7 +65,7 @@ class RowsCost(Cost):
         before, rows, same = setup.passes - 1, *hybrid_groups(setup)
         again = [self.reshard or not before, self.reshard]
         seconds = one_pass(setup, run.forward_s, run.backward_s, again, True)
-        for number, times in ((0, min(1, before)), (1, before - 1)):  # all but the first are alike
+        for number, times in ((0, min(1, before)), (1, before - 1)):  # all but the first take equally long
             if times > 0:
                 gathers, each_s = [self.reshard or not number, self.reshard], run.before_s / before
                 seconds += times * one_pass(setup, each_s / 3, each_s * 2 / 3, gathers, False)
@@ -110,10 +110,8 @@ def as_job(wire: Wire) -> Job:
 def one_pass(setup: Setup, forward_s: float, backward_s: float, gathers: list[bool], reduces: bool) -> float:
     """Return the seconds of a forward and a backward pass. A unit is gathered while the previous one computes.
 
-    Without background collectives, everything runs in sequence.
-
-    Args:
-        gathers: Whether units are gathered before the forward pass, and before the backward pass.
+    Without background collectives, everything runs in sequence. `gathers` states whether units are gathered before the
+    forward pass, and before the backward pass.
     """
     units = stretches(setup)[::-1]  # in the order of the forward pass
     walked = [(forward_s, unit) for unit in units] + [(backward_s, unit) for unit in reversed(units)]

@@ -37,22 +37,15 @@ class FSDP:
     """Shards the model by rows. A block's parameters are whole only while the block computes.
 
     Papers: Rajbhandari et al. 2020, arXiv:1910.02054, stage 3; Zhao et al. 2023, arXiv:2304.11277. Parameters and
-    gradients keep their dtype, because torch's MixedPrecisionPolicy would give other numbers than autocast. Between
-    the micro-batches of a step nothing is sent, so each rank holds whole gradients.
+    gradients keep their dtype, because torch's MixedPrecisionPolicy would give other numbers than autocast. Nothing is
+    sent between the micro-batches of a step, so each rank then has whole gradients. Rank 0's weights are broadcast; a
+    model on the meta device is initialised by each module's `reset_parameters`.
 
     Args:
-        module: The model on its device; rank 0's weights are broadcast. A model on the meta device is initialised by
-            each module's `reset_parameters`.
         blocks: The modules that are gathered one by one; the rest of the model is one more unit.
         mesh: One-dimensional mesh of the ranks that share the rows.
         across: Averages over several such groups of ranks; None if there is one group.
-        reshard: Free a block's parameters after its forward pass, and gather them again for its backward pass.
-        offload: Keep parameters, gradients and optimizer state on the host.
         copied: Whether `copy` will be called.
-        step: Returns the step whose gradients are reduced.
-
-    Raises:
-        ConfigError: FSDP2 can't shard one of the parameters, or a module on the meta device can't initialise itself.
     """
 
     lockstep, syncing, whole = True, True, False
@@ -80,6 +73,7 @@ class FSDP:
         self.hooks: list[Any] = []
         self.models: list[nn.Module] = []  # the sharded models: the trained one and its copies
         self.policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+        self.home = torch.device("cpu") if offload else device  # of the rows
         names = {child: name for name, child in module.named_modules()}
         self.blocks = [names[block] for block in blocks if block is not module]
         refuse_unshardable(module, self.blocks)
@@ -87,7 +81,7 @@ class FSDP:
         self.skeleton = without_memory(module) if copied else None
         self.module = self._lay_out(module)
         if source:
-            module.to_empty(device=self._home())
+            module.to_empty(device=self.home)
             initialise(module, source, device)
             share(chain_of_tensors(module), self.replicas)
             share_buffers(module, dist.group.WORLD)
@@ -106,12 +100,7 @@ class FSDP:
         share(chain_of_tensors(model), dist.group.WORLD)
         return None
 
-    def _home(self) -> torch.device:
-        """Return the device that holds the rows."""
-        return torch.device("cpu") if isinstance(self.policy, CPUOffloadPolicy) else self.device
-
     def _lay_out(self, model: nn.Module) -> nn.Module:
-        """Shard the model in place."""
         for name in (*reversed(self.blocks), ""):  # inner blocks first
             module = model.get_submodule(name)
             again = self.reshard if name else None  # the root's parameters are needed immediately in the backward pass
@@ -194,10 +183,9 @@ class FSDP:
             load_optimizer_state(optimizer, self.module, state)
 
     def copy(self) -> nn.Module:
-        """Return a sharded model with the same weights and buffers. A collective."""
         assert self.skeleton is not None
         model = self._lay_out(deepcopy(self.skeleton))
-        model.to_empty(device=self._home())
+        model.to_empty(device=self.home)
         with torch.no_grad():
             for own, other in zip(chain_of_tensors(model), chain_of_tensors(self.module), strict=True):
                 own.copy_(other)
@@ -256,7 +244,6 @@ class AcrossNodes(TwoLevel):
         self.replicas = across.group if self.nodes > 1 else None
 
     def own(self, bucket: Bucket) -> Bucket:
-        """Return this rank's rows of each parameter."""
         pieces = [Piece(p, *elements(p, self.local_rank, self.per_node)) for p, _, _ in bucket.pieces]
         some = [piece for piece in pieces if piece.start < piece.stop]
         return Bucket(some, bucket.step, bucket.kind, bucket.whole)
@@ -343,7 +330,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def take_rows(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace whole tensors in `state` by this rank's rows, before a module loads them."""
+    """Replace whole tensors in `state` with this rank's rows, before a module loads them."""
     for name, p in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if isinstance(p, DTensor) and type(value) is Tensor and value.shape == p.shape:
@@ -357,7 +344,6 @@ def chain_of_tensors(model: nn.Module) -> list[Tensor]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a model returns."""
     if isinstance(value, Tensor):
         yield value
     else:

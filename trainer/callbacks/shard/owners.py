@@ -9,19 +9,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.callbacks.shard.assign import assign
 from trainer.comm.bucket import flatten
 from trainer.comm.reduce import AllReduce
 
 ROUND_BYTES = 64 << 20  # bytes of weights that are gathered at a time
 
 
+def assign(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Return the rank for each size: largest first, each to the rank with the least so far (Graham 1969)."""
+    loads, found = [0] * ranks, [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        found[i] = min(range(ranks), key=loads.__getitem__)
+        loads[found[i]] += sizes[i]
+    return found
+
+
 def rounds(owned: Sequence[Sequence[Tensor]], most: int) -> Iterator[list[Sequence[Tensor]]]:
     """Split each rank's parameters into groups of one dtype; yield all ranks' first groups, then the second, and so on.
 
-    Args:
-        owned: The parameters per rank.
-        most: The largest size of a group in bytes, unless a single parameter exceeds it.
+    A group has at most `most` bytes, unless a single parameter exceeds this.
     """
     for dtype in dict.fromkeys(p.dtype for params in owned for p in params):
         cut: list[list[Sequence[Tensor]]] = []
@@ -38,11 +44,8 @@ def rounds(owned: Sequence[Sequence[Tensor]], most: int) -> Iterator[list[Sequen
 class Owners:
     """The parameters that each rank owns (ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054).
 
-    A rank steps only its own parameters, so any optimizer works that steps each parameter independently.
-
-    Args:
-        parameters: The trained parameters, in the same order on all ranks.
-        group: A group of all ranks that is used only for weights.
+    A rank steps only its own parameters, so any optimizer works that steps each parameter independently. `group` has
+    all ranks, and is used only for weights.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:

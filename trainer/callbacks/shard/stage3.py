@@ -17,13 +17,7 @@ from trainer.parallel.blocks import find_blocks
 
 
 def two_levels(trainer: Context, hybrid: bool | int) -> tuple[DeviceMesh, AcrossNodes]:
-    """Group the ranks; return this rank's group, and the mean across groups. FSDP2 averages inside a group.
-
-    A collective.
-
-    Raises:
-        ConfigError: The ranks can't be divided into such groups.
-    """
+    """Return this rank's group, inside which FSDP2 averages, and the mean across groups. A collective."""
     world = trainer.world
     per_group = trainer.ranks.ranks_per_node("shard") if hybrid is True else int(hybrid)
     if per_group == 1 or world % per_group:
@@ -69,11 +63,7 @@ class BlockOrder:
             self.number = (self.number * 1_000_003 + i) % (1 << 40)
 
     def compare(self, trainer: Context) -> None:
-        """Compare the step's blocks over the ranks, and start a new step. A collective.
-
-        Raises:
-            ConfigError: Ranks have called different blocks.
-        """
+        """Compare the step's blocks over the ranks, and start a new step. A collective."""
         own, self.number = self.number, 0
         if trainer.ranks.agree((own,))() != (own * trainer.world,):
             raise ConfigError(

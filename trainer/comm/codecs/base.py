@@ -1,4 +1,4 @@
-"""Defines the interface of codecs, error feedback around any codec, and residuals kept from step to step."""
+"""The interface of codecs, error feedback around any codec, and residuals kept between steps."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,15 +14,15 @@ from trainer.errors import ConfigError
 
 
 class Codec(Made):
-    """Base class of codecs. A codec encodes a flat tensor as a payload, and decodes payloads.
+    """Base class of codecs, which encode a flat tensor as a payload, and decode payloads.
 
-    A codec with a single payload implements `encode`, `decode` and `payload_bytes`. A codec that communicates more than
+    A codec with a single payload implements `encode`, `decode` and `payload_bytes`. One that communicates more than
     once overrides `mean` and `messages`.
     """
 
-    gathers: bool = False  # payloads can't be summed in transit: `reduce` is the chain's end, an AllReduce
+    gathers: bool = False  # payloads can't be summed in transit; `reduce` is the chain's end, an AllReduce
     feedback: bool = False  # the unsent part should be added to the next step's gradient
-    exact: bool = False  # the result is the true mean, to rounding
+    exact: bool = False  # the result is the true mean, up to rounding
     matrices: bool = False  # whole parameters are needed, not parts of them
 
     ranks, rank, seed = 1, 0, 0  # set by `join`
@@ -38,9 +38,9 @@ class Codec(Made):
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return memory for a payload with as many elements as `like`, the same memory in every step.
+        """Return memory for a payload with as many elements as `like`, the same in every step.
 
-        On a CPU, allocating fresh memory takes longer than the codec itself. Buckets of the same size share the memory
+        On a CPU, allocating fresh memory takes longer than the codec itself. Buckets of equal size share the memory,
         because one bucket is sent at a time.
         """
         key = like.numel(), dtype
@@ -53,7 +53,7 @@ class Codec(Made):
         self.ranks, self.rank, self.seed = ranks, rank, seed
 
     def forget(self) -> None:
-        """Drop all state that is kept from step to step."""
+        """Drop all state that is kept between steps."""
         for kept in self.kept.values():
             for flat in kept.flats.values():
                 flat.zero_()
@@ -62,12 +62,12 @@ class Codec(Made):
 
     @property
     def residual_copies(self) -> float:
-        """Return the copies of the reduced tensor that stay in memory from step to step."""
+        """Copies of the reduced tensor that stay in memory between steps."""
         return 0.0
 
     @property
     def counted(self) -> bool:
-        """Return whether the codec tells its bytes."""
+        """Whether the codec declares how many bytes it sends."""
         own = type(self)
         return own.payload_bytes is not Codec.payload_bytes or own.messages is not Codec.messages
 
@@ -81,7 +81,7 @@ class Codec(Made):
         return [Message("all_gather", ranks * size) if self.gathers else Message("all_reduce", size)]
 
     def decodes(self, ranks: int) -> int:
-        """Return the number of payloads of a bucket's size that each rank decodes."""
+        """Return how many bucket-sized payloads each rank decodes."""
         return ranks if self.gathers else 1
 
     def encode(self, flat: Tensor, bucket: Bucket) -> Tensor:
@@ -159,9 +159,9 @@ Stretches = dict[str, dict[str, dict[str, Tensor]]]
 
 
 class Residuals:
-    """A value for each reduced element, zero at first: a flat tensor for each bucket.
+    """A value for each reduced element, initially zero: one flat tensor per bucket.
 
-    The dtype is float32 or wider: in 16 bits small gradients would not add up.
+    The dtype is float32 or wider, because small gradients would not add up in 16 bits.
     """
 
     def __init__(self) -> None:
@@ -180,15 +180,11 @@ class Residuals:
             self.flats[key] = flat
         if restored := self.restored.get(bucket.kind):
             for p, _, _ in bucket.whole:
-                restored.pop(self.names.get(p, ""), None)  # laid out here now, or held by other ranks
+                restored.pop(self.names.get(p, ""), None)  # laid out here now, or on other ranks
         return self.flats[key]
 
     def take(self, bucket: Bucket) -> None:
-        """Lay out all restored residuals of this bucket.
-
-        Raises:
-            ConfigError: Other ranks have some of the elements.
-        """
+        """Lay out all restored residuals of this bucket. Raise ConfigError if other ranks have some of the elements."""
         if self.restored.get(bucket.kind):
             like = bucket.whole[0].param
             own = torch.empty(bucket.numel(), dtype=like.dtype, device=like.device)  # `like` may be sharded
@@ -196,11 +192,11 @@ class Residuals:
 
     def state(self, names: Mapping[Tensor, str]) -> Stretches:
         """Return all residuals by name, including restored ones that are not laid out yet."""
-        asked: Stretches = {}
+        used: Stretches = {}
         for (kind, pieces), flat in self.flats.items():
             for view, (p, start, stop) in zip(Bucket(pieces, 0).split(flat), pieces, strict=True):
-                asked.setdefault(kind, {}).setdefault(names[p], {})[f"{start}:{stop}"] = view.view(-1)
-        return {kind: self.restored.get(kind, {}) | asked.get(kind, {}) for kind in self.restored | asked}
+                used.setdefault(kind, {}).setdefault(names[p], {})[f"{start}:{stop}"] = view.view(-1)
+        return {kind: self.restored.get(kind, {}) | used.get(kind, {}) for kind in self.restored | used}
 
     def load(self, state: Stretches, names: Mapping[Tensor, str]) -> None:
         """Keep `state` until it is laid out for buckets, whose pieces may have changed."""
@@ -208,11 +204,7 @@ class Residuals:
 
 
 def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], name: str) -> None:
-    """Copy elements `start` to `stop` from `stretches` into `view`.
-
-    Raises:
-        ConfigError: `stretches` lack some of the elements, which other ranks have.
-    """
+    """Copy elements `start` to `stop` from `stretches` into `view`. Raise ConfigError if some are missing."""
     missing = stop - start
     for key, values in stretches.items():
         first, last = map(int, key.split(":"))
@@ -228,13 +220,10 @@ def fill(view: Tensor, start: int, stop: int, stretches: Mapping[str, Tensor], n
 
 
 def merge(states: Iterable[Mapping[str, Stretches]]) -> dict[str, Stretches]:
-    """Return the mean of each element over the ranks that had it, with one state at a time in memory next to the sums.
+    """Return the mean of each element over the ranks that had it, with one state in memory at a time.
 
-    If every rank has an element, or every rank of a slow level, the next mean contains the same part of the element as
-    before. The run may continue with any number of ranks.
-
-    Args:
-        states: For each rank, residuals by name.
+    `states` has each rank's residuals by name. If every rank (or every rank of a slow level) has an element, the next
+    mean contains the same part of the element as before. So a run may continue on any number of ranks.
     """
     means: dict[str, dict[str, dict[str, RunningMean]]] = {}
     for state in states:

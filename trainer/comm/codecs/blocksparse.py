@@ -1,4 +1,4 @@
-"""Omits blocks that are zero on all ranks; exact, and useful for embeddings and masked layers."""
+"""Omits blocks that are zero on all ranks: exact, and useful for embeddings and masked layers."""
 
 import torch
 from torch import Tensor
@@ -11,20 +11,15 @@ from trainer.comm.codecs.sign import pack, unpack
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.messages import Message, Shapes, elements, plain
 
-WORTHWHILE = 1 / 32  # share of the blocks; leaving out fewer blocks costs more than sending all
+WORTHWHILE = 1 / 32  # fraction of the blocks; omitting fewer costs more than sending all
 
 
 class BlockSparse(Codec):
-    """Sends blocks that are not zero, like OmniReduce (Fei et al. 2021, doi:10.1145/3452296.3472904), by all-reduce.
+    """Sends nonzero blocks only, by all-reduce, like OmniReduce (Fei et al. 2021, doi:10.1145/3452296.3472904).
 
     Ranks exchange masks of their nonzero blocks, and reduce the blocks that are nonzero on any rank. The mean is exact
-    to the rounding of a sum in another order, and 0.0 if all ranks have -0.0.
-
-    For P elements on N ranks, a rank sends (N - 1) * P / block / 8 bytes per step. Each reduced block adds 2 (N - 1) /
-    N * itemsize * block bytes. The host reads the number of blocks, and therefore waits for a GPU.
-
-    Args:
-        block: Elements of a block. The rest of a bucket after its last whole block is always sent.
+    up to the rounding of a sum in another order, and 0.0 if all ranks have -0.0. The rest of a bucket after its last
+    whole block is always sent. The host reads the number of blocks, and therefore waits for a GPU.
     """
 
     exact: bool = True
@@ -62,7 +57,6 @@ class BlockSparse(Codec):
             flat.zero_()
 
     def _chosen(self, blocks: Tensor, reduce: AllReduce) -> Tensor:
-        """Return the indices of the blocks that are nonzero on any rank."""
         tops = torch.cat([blocks[chunk].abs().amax(1) for chunk in chunks(len(blocks), blocks.device, self.block)])
         union, *masks = reduce.gather(pack(tops != 0))  # NaN is not 0, and makes a block's largest NaN
         for mask in masks:

@@ -1,4 +1,4 @@
-"""Sends a thousandth of the gradients, with corrections of momentum and clipping: deep gradient compression."""
+"""Sends a thousandth of the gradients, with momentum correction and clipping: deep gradient compression."""
 
 import math
 from typing import Annotated
@@ -16,22 +16,11 @@ from trainer.comm.reduce import Reduce
 class DGC(Sparse):
     """Deep gradient compression (Lin et al. 2018, arXiv:1712.01887): sends the largest accumulated elements.
 
-    It uses momentum correction, factor masking, local clipping and a warm-up of the density. Each element has a
-    velocity u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v become zero.
-
-    DGC keeps the unsent part itself, so error feedback around it has nothing to add. Memory: one copy of the reduced
-    tensor, or two with momentum. Bytes from each rank to each other rank, per bucket:
-    6 * ceil(density * n) + 4 * ceil(n / 65536).
-
-    Args:
-        density: Share of a bucket's elements that a rank sends after the warm-up.
-        momentum: SGD's momentum, which is applied here, so the optimizer's own must be 0. Set it to 0 for an optimizer
-            with its own first moment, such as Adam.
-        clip_norm: Limit of the norm of each parameter's gradient over all ranks. As in the authors' code, a rank clips
-            its own gradient to clip_norm / sqrt(ranks) before accumulation. A slice of a parameter is clipped on its
-            own. This takes two passes.
-        warmup_steps: From step 0, each fifth of these steps sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, or `density` if
-            that is more.
+    Each element has a velocity u = momentum * u + g and its sum v = v + u. The largest v are sent, and their u and v
+    are reset to zero (factor masking). The unsent part stays here, so error feedback would add nothing. As in the
+    authors' code, a rank clips its own gradient to clip_norm / sqrt(ranks) before accumulation, and a slice of a
+    parameter separately. In the warm-up, each fifth of the steps sends 25 %, 6.25 %, 1.6 %, 0.4 % and 0.1 %, but at
+    least `density`.
     """
 
     def __init__(
@@ -63,7 +52,7 @@ class DGC(Sparse):
         v += flat if u is None else torch.add(flat, u, alpha=self.momentum, out=u)
         values, indices = self.select(v, bucket)
         for kept in (v,) if u is None else (u, v):
-            kept.index_fill_(0, indices, 0.0)  # not by subtraction: a value that is not finite would stay forever
+            kept.index_fill_(0, indices, 0.0)  # a subtraction would keep values that are not finite
         if out is not flat:
             flat.zero_()
         self.send(self.pack(values, indices, flat.numel()), out, bucket, reduce)

@@ -18,18 +18,10 @@ from trainer.rng import INT8_NOISE, mix
 class Int8(Codec):
     """Quantises each block to multiples of 1/127 of its largest magnitude, the block's step.
 
-    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and the maximum norm. Each rank receives one shard of
-    all ranks' blocks (all-to-all), sums them in float32, and quantises the mean again. Then all ranks gather the means.
-    For P elements on N ranks, a rank sends 2 (N - 1) / N * P * (1 + 4 / block) bytes per step.
-
-    Stochastic rounding errs by less than one step, and is unbiased (to 2^-17 of a step). Rounding to nearest errs by at
-    most half a step. A block that contains a value that is not finite has no finite value afterwards. With error
-    feedback, the owner of a shard keeps the error of the second rounding, on behalf of all ranks.
-
-    Args:
-        rounding: Stochastic rounding depends only on the seed, the step, the rank and the bucket, so that a resume
-            gives the same bits.
-        block: Elements per scale; a multiple of 4.
+    Paper: Alistarh et al. 2017, arXiv:1610.02132, with 127 levels and the maximum norm. Each rank sums one shard of all
+    ranks' blocks in float32, and quantises the mean again. With error feedback, a shard's owner keeps this second error
+    on behalf of all ranks. Stochastic rounding is unbiased (to 2^-17 of a step), and depends only on seed, step, rank
+    and bucket. A block with a value that is not finite has no finite values afterwards.
     """
 
     gathers: bool = True
@@ -52,8 +44,9 @@ class Int8(Codec):
         assert isinstance(reduce, AllReduce) and reduce.size == self.ranks
         noise = self._generator(flat.device, bucket) if self.stochastic else None
         own = -(-flat.numel() // (self.block * self.ranks))  # blocks in a shard
-        # A record is a block's scale and its codes.
-        records = torch.empty(self.ranks * own, 4 + self.block, dtype=torch.uint8, device=flat.device)
+        records = torch.empty(
+            self.ranks * own, 4 + self.block, dtype=torch.uint8, device=flat.device
+        )  # scale and codes
         for chunk in chunks(len(records), flat.device, self.block):
             part, x = self._blocks(flat, chunk)
             quantise(x, records[chunk], noise)
@@ -83,15 +76,15 @@ class Int8(Codec):
         return part, (pad(part, (0, lacking)) if lacking else part).view(-1, self.block).float()
 
     def _generator(self, device: torch.device, bucket: Bucket) -> torch.Generator:
-        """Return a generator for this bucket. Dropout draws from the global generator at the same time."""
+        """Return a generator for this bucket, because dropout draws from the global one at the same time."""
         first = bucket.pieces[0]
         key = mix(self.seed, INT8_NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
         return torch.Generator(device).manual_seed(key >> 1)
 
 
 def quantise(x: Tensor, records: Tensor, noise: torch.Generator | None) -> None:
-    """Put (blocks, block) float32 into (blocks, 4 + block) bytes."""
-    # Slightly more than the largest / 127, so that rounding never gives a code above 127. Its inverse is finite.
+    """Write (blocks, block) float32 as (blocks, 4 + block) bytes."""
+    # Slightly more than the largest / 127, so that rounding never gives a code above 127, with a finite inverse.
     scale = x.abs().amax(1, keepdim=True).mul_((1 + 2**-20) / 127).clamp_(min=2.0**-120)
     records[:, :4].view(torch.float32).copy_(scale)
     codes = x * scale.reciprocal_()

@@ -18,10 +18,10 @@ class PowerSGD(Codec):
 
     An m x n gradient (first dimension x all others) is sent as rank * (m + n) numbers, if these are fewer. Vectors,
     small matrices and parts of parameters are sent uncompressed with the first factors. A bucket takes two all-reduces.
-    16-bit gradients are converted to float32 for computing and sending.
+    16-bit gradients are converted to float32.
 
     This rank's residual is its gradient minus P times its own Q, whereas the paper subtracts P times the mean of all
-    Qs. Both have the same mean over ranks, and the next mean gradient depends only on that mean.
+    Qs. Both have the same mean over ranks, on which alone the next mean gradient depends.
 
     Memory: rank * n numbers per matrix.
     """
@@ -64,7 +64,6 @@ class PowerSGD(Codec):
             self._keep(param, q)
 
     def compresses(self, piece: Tensor) -> bool:
-        """Return whether a piece is compressed. A bucket's whole pieces have their parameter's shape."""
         m, n = (1, 1) if piece.dim() < 2 else piece.flatten(1).shape
         return self.columns * (m + n) < m * n
 
@@ -85,7 +84,7 @@ class PowerSGD(Codec):
 
 
 def factors(shapes: Shapes, rank: int, least: float = 1.0) -> list[Message]:
-    """Return PowerSGD's two all-reduces if it compresses the matrices that become `least` times smaller."""
+    """Return PowerSGD's two all-reduces if it compresses matrices that become at least `least` times smaller."""
     first = second = 0
     for m, n in ((shape[0], math.prod(shape[1:])) for shape in shapes):
         thin = n > 1 and rank * (m + n) * least < m * n
@@ -99,7 +98,6 @@ def orthonormal(rows: Tensor) -> Tensor:
 
 
 def average(tensors: list[Tensor], bucket: Bucket, reduce: Reduce) -> list[Tensor]:
-    """Average all tensors in one flat tensor."""
     if not tensors:
         return []
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -26,11 +26,7 @@ CODECS: dict[str, type[Codec]] = {
 
 
 def make(name: str, knobs: dict[str, Any]) -> Codec:
-    """Make the codec `name`. A knob that is None keeps the codec's default.
-
-    Raises:
-        ConfigError: There is no such codec, or the codec lacks a given knob or refuses its value.
-    """
+    """Make the codec `name`; a knob that is None keeps its default. Raise ConfigError for an unknown name or knob."""
     require_one_of("codec", name, CODECS)
     known = inspect.signature(CODECS[name]).parameters
     given = {knob: value for knob, value in knobs.items() if value is not None}

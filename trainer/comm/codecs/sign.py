@@ -9,16 +9,15 @@ from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.chunks import chunks
 from trainer.cost.messages import Shapes, elements
 
-# Multiplying 8 bytes, each 0 or 1, by it moves byte i's bit to bit 56 + i; no two terms of the product collide.
+# Multiplying 8 bytes of 0 or 1 by this moves byte i's bit to bit 56 + i; no two terms of the product collide.
 SPREAD = 0x0102040810204080
 
 
 class Sign(Codec):
     """EF-signSGD (Karimireddy et al. 2019, arXiv:1901.09847): the signs and the mean magnitude of each piece.
 
-    A piece is a parameter or part of one. Zero counts as positive. For P elements on N ranks, a rank sends
-    (N - 1) * (P / 8 + 4 per piece) bytes per step. With 64 ranks or more, that exceeds an all-reduce in float32. A
-    piece that contains a value that is not finite has no finite value afterwards.
+    A piece is a parameter or part of one. Zero counts as positive. With 64 ranks or more, gathering takes more bytes
+    than an all-reduce in float32. A piece with a value that is not finite has no finite values afterwards.
     """
 
     gathers: bool = True
@@ -54,7 +53,7 @@ class Sign(Codec):
 
 
 def sign_bytes(shapes: Shapes) -> float:
-    """Return the bytes of a bit for each element and a scale for each parameter."""
+    """Return the bytes of one bit per element and one scale per parameter."""
     return elements(shapes) / 8 + 4 * len(shapes)
 
 

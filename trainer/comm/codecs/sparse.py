@@ -1,4 +1,4 @@
-"""The largest elements of a flat tensor, found without sorting it, and a codec that sends such elements."""
+"""Finds the largest elements of a flat tensor without sorting it; the base class of codecs that send them."""
 
 import math
 from typing import Annotated
@@ -18,15 +18,15 @@ MAGNITUDE = 0x7FFFFFFF  # a float32's bits except the sign: as integers they sor
 SAMPLES = 1 << 16  # a threshold is estimated from this many elements, or up to twice as many
 SIGMAS = 3.0  # standard deviations of the sampling by which the threshold is lowered below the estimate
 BLOCK = 1 << 16  # elements; an index within a block has 16 bits
-CHUNK = 1 << 18  # elements that are compared at once: the temporaries stay in the processor's cache
+CHUNK = 1 << 18  # elements that are compared at once, so that temporaries stay in the CPU's cache
 
 
 class Sparse(Codec):
-    """Base class of codecs that send the `density * n` elements of largest magnitude, as values and indices of 16 bits.
+    """Base class of codecs that send the `density * n` elements of largest magnitude, as values and 16-bit indices.
 
-    `encode` and `decode` use the elements unchanged; each codec has its own `mean`. A pass is one operation over all
-    elements. A selection takes three passes on a CPU: magnitude, comparison, indices. These move 1.4 times the tensor's
-    bytes if the cache holds a chunk of 1 MiB. On a GPU, a selection needs temporary memory of 1.25 tensors.
+    `encode` and `decode` leave the elements unchanged; each codec has its own `mean`. A selection on a CPU takes three
+    passes over all elements: magnitude, comparison, indices. They move 1.4 times the tensor's bytes if the cache holds
+    a chunk of 1 MiB. On a GPU, a selection needs temporary memory of 1.25 tensors.
     """
 
     gathers: bool = True
@@ -57,8 +57,8 @@ class Sparse(Codec):
         """Pack values and indices into int32.
 
         The payload starts with the number of values up to the end of each block of 65,536 elements. Then follow the
-        values, and the position of each in its block, in 16 bits. It consists of integers, because copying floats may
-        alter a NaN.
+        values, and the 16-bit position of each in its block. It consists of integers, because copying floats may alter
+        a NaN.
         """
         ends = torch.arange(BLOCK, n + BLOCK, BLOCK, device=indices.device)
         until = torch.searchsorted(indices, ends).int()
@@ -80,8 +80,8 @@ class Sparse(Codec):
 def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
     """Return (k,), (k,): values and ascending indices of the elements of largest magnitude, never zeros.
 
-    The choice is exact if at least k elements reach the threshold, which is below the estimate by `SIGMAS`. If fewer
-    reach it, one of them is repeated with the value 0. If many elements are equal, only the first 2k and a margin are
+    The choice is exact if at least k elements reach the threshold, which is `SIGMAS` below the estimate. If fewer reach
+    it, one of them is repeated with the value 0. If many elements are equal, only the first 2k and a margin are
     compared. There is no host sync on a GPU.
     """
     flat = flat.float()
@@ -97,15 +97,15 @@ def largest(flat: Tensor, k: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def ascending(indices: Tensor) -> Tensor:
-    """Sort indices; on a CPU with numpy, which is several times as fast."""
+    """Sort indices; on a CPU with numpy, which is several times faster."""
     return torch.from_numpy(np.sort(indices.numpy())) if indices.device.type == "cpu" else indices.sort().values
 
 
 def estimate(bits: Tensor, k: int, step: int) -> tuple[Tensor, int]:
-    """Estimate a magnitude that slightly more than k elements reach, and twice the number of these elements.
+    """Estimate a magnitude that slightly more than k elements reach; return it and twice the number of these elements.
 
-    The sample is every `stride`-th element, with a different start in each step. The stride has no factor 2 or 3,
-    because most row lengths have such factors, and the sample should include all columns.
+    The sample is every `stride`-th element, starting elsewhere in each step. The stride has no factor 2 or 3, which
+    most row lengths have, so the sample includes all columns.
     """
     stride = len(bits) // SAMPLES | 1
     stride += 2 * (stride % 3 == 0)
@@ -125,8 +125,8 @@ def reaching(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
 def reaching_cpu(bits: Tensor, threshold: Tensor, room: int) -> Tensor:
     """Return the indices of the first `room` elements that reach the threshold.
 
-    On one thread, torch is 3 times slower than numpy at comparing, and 5 times at finding indices. Allocating memory of
-    the tensor's size costs more than all of this.
+    On one thread, numpy compares 3 times faster than torch, and finds indices 5 times faster. Allocating memory of the
+    tensor's size would cost more than all of this.
     """
     everything, least, found = bits.numpy(), threshold.item(), []
     for start in range(0, len(bits), CHUNK):

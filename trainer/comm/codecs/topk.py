@@ -9,14 +9,10 @@ from trainer.comm.reduce import Reduce
 
 
 class TopK(Sparse):
-    """Sends the elements of largest magnitude of each bucket (Aji and Heafield 2017, arXiv:1704.05021), by all-gather.
+    """Sends the largest elements of each bucket (Aji and Heafield 2017, arXiv:1704.05021), by all-gather.
 
     A threshold estimated from samples replaces a sort, so the choice is approximate. Values are sent as bfloat16, and
-    the rounding error stays with the unsent part. Bytes from each rank to each other rank, per bucket:
-    4 * ceil(density * n) + 4 * ceil(n / 65536).
-
-    Args:
-        density: Share of a bucket's elements that a rank sends.
+    the rounding error stays with the unsent part.
     """
 
     feedback: bool = True
@@ -29,6 +25,6 @@ class TopK(Sparse):
         values, indices = self.select(flat, bucket)
         if out is not flat:
             rounded_off = (values - values.to(self.dtype)).nan_to_num_(0.0, 0.0, 0.0).to(flat.dtype)
-            # Filled with zeros first: after a subtraction, a value that is not finite would stay forever.
+            # Zeros first, because a subtraction would keep values that are not finite.
             flat.index_fill_(0, indices, 0.0).index_add_(0, indices, rounded_off)
         self.send(self.pack(values, indices, flat.numel()), out, bucket, reduce)

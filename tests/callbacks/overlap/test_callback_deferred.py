@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from trainer.callbacks.overlap.deferred import DeferredBucket
+from trainer.callbacks.overlap.callback import DeferredBucket
 
 
 def test_gradients_are_taken_and_freed():

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.callbacks.shard.assign import assign
+from trainer.callbacks.shard.owners import assign
 
 
 def test_the_largest_comes_first_and_goes_to_the_least_loaded():

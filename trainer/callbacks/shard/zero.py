@@ -1,7 +1,7 @@
-"""Stage 2: each rank keeps only the gradients and the optimizer state of its own parameters."""
+"""Stages 1 and 2: each rank keeps only the optimizer state, and the gradients, of its own parameters."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -10,15 +10,28 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from trainer.callbacks.shard.zero1 import ZeRO1
+from trainer.callbacks.shard.owners import Owners
 from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import share_buffers
-from trainer.comm.reduce import AllReduce, Reduced
+from trainer.comm.reduce import AllReduce, Reduce, Reduced
 from trainer.context import Context
 from trainer.errors import ConfigError
+from trainer.parallel.ddp import DDP
 from trainer.parallel.strategy import zero_loss
 
 MIB, FIRST_BYTES, DEFAULT_MIB = 1 << 20, 1 << 20, 25  # DDP's
+
+
+class ZeRO1(DDP):
+    """DDP with optimizer state sharded by whole parameters (Rajbhandari et al. 2019, arXiv:1910.02054, P_os).
+
+    Gradients are reduced as in DDP, so weights are bit-equal to plain training's.
+    """
+
+    def __init__(self, trainer: Context, module: nn.Module, reduce: Reduce | None) -> None:
+        super().__init__(module, trainer.rank, trainer.world, trainer.device, trainer.ddp, reduce, lambda: trainer.step)
+        self.owners = Owners(self.parameters, trainer.ranks.new_group())
+        self.owned: Collection[Tensor] | None = self.owners.own
 
 
 class ZeRO2(ZeRO1):
@@ -27,9 +40,6 @@ class ZeRO2(ZeRO1):
     The buckets are DDP's, and each goes through the Reduce chain, so weights are bit-equal to DDP's. Once a bucket is
     reduced, its memory is freed, except for the gradients of this rank's own parameters. Only the last micro-batch of a
     step reduces; until then, whole gradients accumulate.
-
-    Attributes:
-        layout: The buckets, as indices of `parameters`; empty until the first pass has recorded the gradients' order.
     """
 
     def __init__(self, trainer: Context, module: nn.Module) -> None:
@@ -63,11 +73,11 @@ class ZeRO2(ZeRO1):
         dist._broadcast_coalesced(self.replicas, [p.detach() for p in self.module.parameters()], 250 * MIB, 0)
         share_buffers(self.module, self.replicas)
         self.hooks = [p.register_post_accumulate_grad_hook(self._collect) for p in self.parameters]
-        # A function, since a copy of the module, such as an average of weights, can't copy a method's groups.
+        # A lambda, because a copy of the module, such as an average of weights, can't copy a method's process groups.
         self.hooks.append(self.module.register_forward_pre_hook(lambda module, _: self._share_buffers(module)))
 
     def unwrap(self) -> None:
-        for hook in self.hooks:  # hooks of parameters keep the trainer alive, past Python's collector
+        for hook in self.hooks:  # parameter hooks would keep the trainer alive, which Python's collector can't see
             hook.remove()
         self.hooks = []
 
@@ -137,7 +147,6 @@ class ZeRO2(ZeRO1):
             self._send([self.parameters[i] for i in self.layout[len(self.sent)]])
 
     def _send(self, params: list[nn.Parameter]) -> None:
-        """Move the gradients into a bucket, which is reduced in the background."""
         bucket = Bucket.of(params, self.step())
         flat = params[0].new_empty(bucket.numel())
         bucket.take_gradients(flat)
@@ -149,7 +158,8 @@ class ZeRO2(ZeRO1):
     def _keep(self, flat: Tensor, bucket: Bucket) -> Tensor:
         """Reduce a bucket, and return the gradients of this rank's own parameters plus one element.
 
-        The last is 0, or NaN if fp16's scaler has to skip the step: otherwise only a gradient's owner would see that.
+        The element is 0, or NaN if fp16's scaler has to skip the step, which otherwise only a gradient's owner would
+        see.
         """
         assert self.reduce
         mean = self.reduce(flat, bucket)
@@ -166,7 +176,7 @@ class ZeRO2(ZeRO1):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Wait for the gradients of this rank's own parameters, at the end of backward."""
+        """Wait for the gradients of this rank's own parameters, at the end of the backward pass."""
         self._refuse_missing([p for missing in self.missing for p in missing])
         found: list[Tensor] = []
         flags: list[Tensor] = []
@@ -195,7 +205,7 @@ class ZeRO2(ZeRO1):
         found = torch._foreach_norm([p.grad for p in own]) if own else []  # pyright: ignore[reportArgumentType]
         zero, by_parameter = torch.zeros((), device=self.device), dict[Tensor, Tensor](zip(own, found, strict=True))
         norms = torch.stack([by_parameter.get(p, zero).double() for p in self.norm_order])
-        dist.all_reduce(norms, group=self.owners.group)  # each is one rank's, and 0 on all others
+        dist.all_reduce(norms, group=self.owners.group)  # each is nonzero on one rank only
         norm = torch.linalg.vector_norm(norms.to(self.norm_dtype))
         if max_norm is not None:
             clip_grads_with_norm_(own, max_norm, norm)

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer.optim.wrapper import OptimizerProxy
+from trainer.optim.partial_step import OptimizerProxy
 
 
 def test_all_but_the_step_is_the_optimizers():

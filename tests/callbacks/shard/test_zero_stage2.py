@@ -17,7 +17,7 @@ from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
 from trainer.callbacks.shard.callback import Shard
-from trainer.callbacks.shard.zero2 import ZeRO2
+from trainer.callbacks.shard.zero import ZeRO2
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
