@@ -128,6 +128,6 @@ def refused(place: Place, knobs: dict[str, Any]) -> str:
         ("*", "delayed=['*']: names all trainable parameters; leave some to DDP"),
     ],
 )
-def test_late_names_some_parameters(late, told):
-    for message in run_ranks(2, refused, {"delayed": [late]}):
-        assert message.startswith(f"callbacks.bucket.{told}")
+def test_delayed_names_some_parameters(delayed, message):
+    for found in run_ranks(2, refused, {"delayed": [delayed]}):
+        assert found.startswith(f"callbacks.bucket.{message}")
