@@ -59,11 +59,7 @@ class Inference:
         self.data_rank, self.data_world, self.beat, self.asked = data_rank, data_world, beat, asked
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective.
-
-        Raises:
-            ConfigError, DataError: As in `Evaluator.evaluate`.
-        """
+        """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective."""
         source, loader = self._open(split, weight_of(self.recipe))
         with closing(loader):
             evaluator = Evaluator(
@@ -78,13 +74,7 @@ class Inference:
         return metrics
 
     def predict(self, model: nn.Module, split: str) -> Predictions:
-        """Return what `recipe.predict` gives for all samples of `recipe.data(split)`, in their order. A collective.
-
-        Raises:
-            ConfigError: The recipe has no `predict`, or it returns a number of rows that is not the batch's.
-            DataError: The data has no order over the ranks, or a sample can't be read.
-            DistError: Another rank has failed.
-        """
+        """Return the outputs of `recipe.predict` for all samples of `recipe.data(split)`, in order. A collective."""
         if not callable(getattr(self.recipe, "predict", None)):
             kind = type(self.recipe).__name__
             raise ConfigError(f"recipe: {kind} has no method 'predict'; define predict(model, batch)")
@@ -104,11 +94,7 @@ class Inference:
         return own.gathered(self.ranks)
 
     def _report_bad(self, bad: dict[int, tuple[int, str]], samples: int) -> None:
-        """Report the number of bad samples, and why the first of them is bad.
-
-        Raises:
-            DataError: There are too many bad samples.
-        """
+        """Log how many samples are bad, and why the first one is. Raises DataError if there are too many."""
         count, first = sum(count for count, _ in bad.values()), next((why for _, why in bad.values()), "")
         if count > allowed(self.data.max_bad, samples):
             raise DataError(f"data.max_bad: {count} samples could not be read; the first: {first}")

@@ -33,11 +33,7 @@ def predict(trainer: Context, split: str) -> Predictions:
 
 @contextmanager
 def inference(trainer: Context, what: str) -> Iterator[Inference]:
-    """Create an `Inference` with the trainer's model. Ranks whose run has ended reconnect for its duration.
-
-    Raises:
-        ConfigError: The ranks' run is still training, has failed, or has ended and each rank has a part of the model.
-    """
+    """Yield an `Inference` with the trainer's model. Ranks whose run has ended reconnect for its duration."""
     several, strategy = trainer.world > 1, trainer.strategy
     if several and trainer.fitted and not (trainer.closed and strategy.whole):
         way = way_out(trainer, what)
@@ -65,7 +61,7 @@ def inference(trainer: Context, what: str) -> Iterator[Inference]:
 
 
 def way_out(trainer: Context, what: str) -> str:
-    """Return the alternative: a command if the run has a config and a checkpoint, else another Trainer."""
+    """Return a command if the run has a config and a checkpoint, else the Trainer to make instead."""
     saved = folder_of(trainer)
     resume = f", with Options(resume='{saved}')" if locate.checkpoints(saved) else ""
     if resume and (trainer.run_dir / "config.yaml").exists():

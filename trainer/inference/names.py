@@ -10,11 +10,7 @@ from trainer.loggers.progress.callback import Progress
 
 
 def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Mapping[str, Callback]:
-    """Return name -> callback. Callbacks in a list are named after their class; in a notebook, `progress` is added.
-
-    Raises:
-        ConfigError: An item is not a callback, or two have the same name.
-    """
+    """Return callbacks by name; those in a list are named after their class. In a notebook, `progress` is added."""
     if isinstance(callbacks, Mapping):
         return callbacks  # pyright: ignore[reportReturnType] no mapping has callbacks as its keys
     callbacks = [] if callbacks is None else callbacks
@@ -37,6 +33,5 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
 
 
 def in_notebook() -> bool:
-    """Return whether this process is a notebook kernel, such as Jupyter's or Colab's."""
     ipython = sys.modules.get("IPython")
     return hasattr(ipython.get_ipython() if ipython else None, "kernel")

@@ -11,7 +11,7 @@ from trainer.loggers.logger import Logger
 
 
 class CSV(Logger):
-    """The writer of metrics.csv, on rank 0. A new metric adds a column, for which the file is rewritten.
+    """Writes metrics.csv on rank 0. A new metric adds a column, for which the file is rewritten.
 
     A resume drops the rows of later steps. A number that is not finite is `nan`, `inf` or `-inf`.
     """
@@ -42,14 +42,14 @@ class CSV(Logger):
         self.file.write(text([[row.get(name, "") for name in self.columns]]).encode())
 
     def _go_on(self, last: int) -> None:
-        """Drop rows after the step `last`, and a line that a killed process has not finished."""
+        """Drop rows after step `last`, and an incomplete last line of a killed process."""
         self.last, lines = None, self._lines()
         self.columns, rows = lines[0] if lines else [], lines[1:]
         if lines:
             self._replace(self.columns, [row for row in rows if row[0].isdigit() and int(row[0]) <= last])
 
     def _lines(self) -> list[list[str]]:
-        """Return the lines of the file, without one that a killed process has not finished."""
+        """Return the complete lines; a killed process may leave a partial one."""
         assert self.file
         self.file.close()
         try:
@@ -76,7 +76,6 @@ class CSV(Logger):
 
 
 def text(rows: list[list[Any]]) -> str:
-    """Return rows as lines of CSV."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(rows)
     return stream.getvalue()

@@ -14,7 +14,7 @@ from trainer.files import Appended, finite
 
 
 class Events(Callback):
-    """The writer of events.jsonl, on rank 0. A resume cuts nothing off: the file has the history of all attempts.
+    """Writes events.jsonl on rank 0. A resume truncates nothing: the file has the history of all attempts.
 
     A line has `time` (seconds since 1970), `step` and `event`, then the facts of the event.
     """
@@ -59,7 +59,7 @@ class Events(Callback):
 
 
 def is_torn(file: Path) -> bool:
-    """Return whether a killed process has left a part of a line at the end of the file."""
+    """Return whether the file ends with the partial line of a killed process."""
     try:
         with file.open("rb") as lines:
             return lines.seek(0, os.SEEK_END) > 0 and lines.seek(-1, os.SEEK_END) >= 0 and lines.read(1) != b"\n"
@@ -68,6 +68,6 @@ def is_torn(file: Path) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the last line of an error's message that is no frame, at most 500 characters."""
+    """Return the last line of the message that is no stack frame, at most 500 characters."""
     lines = [line for line in message(error).splitlines() if not line.startswith(" ")]
     return lines[-1][:500]

@@ -32,15 +32,12 @@ ENVIRONMENT = {
 
 
 class MLflow(SendingLogger):
-    """The client of an MLflow server, on rank 0. Requests are made on a thread of their own.
+    """Logs to an MLflow server from rank 0. A separate thread makes the requests.
 
     Args:
-        uri: The address of the server; null: the environment's MLFLOW_TRACKING_URI.
-        experiment: In which the run is. It is made if it is missing.
-        name: Of the run; null: the name of the run's folder.
-
-    Raises:
-        ConfigError: The package mlflow is missing, or no address is given.
+        uri: The server's address; null: MLFLOW_TRACKING_URI.
+        experiment: The run's experiment, which is created if it is missing.
+        name: The run's name; null: the name of its folder.
     """
 
     def __init__(self, uri: str | None = None, experiment: str = "echelon", name: str | None = None) -> None:
@@ -74,7 +71,7 @@ class MLflow(SendingLogger):
         return sender
 
     def _start(self, file: Path, name: str, settings: dict[str, Value]) -> None:
-        """Continue the run that `file` names, or create one."""
+        """Resume the run that `file` names, or create one."""
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -98,7 +95,7 @@ class MLflow(SendingLogger):
         log.info("mlflow      run %s of %s", run_id, redact_urls(self.client.tracking_uri))
 
     def _artifacts_of(self, run_id: str) -> str:
-        """Return where the run's files go; empty if that is a place of this machine, which no server may choose."""
+        """Return where the run's files go; empty for a path on this machine, which no server may choose."""
         found = self.client.get_run(run_id).info.artifact_uri or ""
         if not urlsplit(self.client.tracking_uri).scheme.startswith("http") or urlsplit(found).scheme in REMOTE:
             return found
@@ -114,7 +111,7 @@ class MLflow(SendingLogger):
         return found.experiment_id if found else self.client.create_experiment(self.experiment)
 
     def _log_settings(self, run_id: str, settings: dict[str, Value], known: dict[str, str]) -> None:
-        """Log settings as parameters. MLflow changes none, so a new value after a resume is a tag."""
+        """Log settings as parameters. MLflow's are immutable, so a value that a resume changes becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         values = {valid(key): str(value)[:MOST_TEXT] for key, value in settings.items()}
@@ -154,11 +151,10 @@ class MLflow(SendingLogger):
 
 
 def valid(name: str) -> str:
-    """Return a name that MLflow takes: a path, each part of which is the name of a file."""
+    """Return the name as MLflow accepts it: a path of valid file names."""
     parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
     return "/".join(part if part.strip(". ") else "_" * max(len(part), 1) for part in parts)
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether the server may answer later."""
     return isinstance(error, OSError) or getattr(error, "error_code", "") in PASSES

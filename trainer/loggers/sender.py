@@ -19,9 +19,9 @@ MOST = 10_000  # most calls that are queued while the server is unreachable
 
 
 class Sender:
-    """Makes calls in order, and retries a call that failed because the server is unreachable.
+    """Makes calls in order on a thread, and retries a call that failed because the server is unreachable.
 
-    Each problem is logged in one line: calls that wait, calls that were refused, calls that were lost.
+    Each kind of problem is logged once: calls that wait, were refused, or were lost.
 
     Args:
         name: The logger's name, for messages.
@@ -37,7 +37,7 @@ class Sender:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, call: Callable[[], object]) -> None:
-        """Queue this call. Returns at once."""
+        """Queue a call without waiting."""
         with self.changed:
             lost = len(self.calls) >= MOST
             if not lost:
@@ -49,7 +49,7 @@ class Sender:
             self.thread.start()
 
     def close(self) -> None:
-        """Make the queued calls, for at most `timeouts.LOGGER_S`."""
+        """Wait at most `timeouts.LOGGER_S` for the queued calls."""
         if not self.thread.ident:
             return
         with self.changed:
@@ -78,7 +78,7 @@ class Sender:
         return True
 
     def _call(self) -> bool:
-        """Make the first call; return whether it is done."""
+        """Make the first call; return False if it must be retried."""
         try:
             self.calls[0]()
         except Exception as error:
@@ -101,17 +101,17 @@ class Sender:
 
 
 class SendingLogger(Logger):
-    """A logger whose calls are made by a `Sender`. The first call starts the logger's own run."""
+    """A logger whose calls are made by a `Sender`. Its own run starts with the first call."""
 
     sender: Sender | None = None
 
     @abstractmethod
     def begin(self, trainer: Context) -> Sender:
-        """Return a sender that has the start of the run as its first call."""
+        """Return a sender whose first call starts the run."""
 
     @abstractmethod
     def log_numbers(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        """Send numbers of a step, taken at `seconds` since 1970."""
+        """Send the numbers of a step; `seconds` is the time since 1970."""
 
     @abstractmethod
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:

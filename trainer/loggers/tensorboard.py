@@ -14,7 +14,7 @@ from trainer.metrics.media import Histogram, Image, prepared
 
 
 class TensorBoard(Logger):
-    """A writer of TensorBoard's events without a thread. The thread of torch's SummaryWriter would slow the steps."""
+    """Writes TensorBoard's events without a thread. The thread of torch's SummaryWriter would slow the steps."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None

@@ -25,18 +25,15 @@ from trainer.timeouts import LOGGER_S
 
 
 class WandB(SendingLogger):
-    """The client of wandb, on rank 0. Its calls are made on a thread of their own; wandb uploads in its own process.
+    """Logs to Weights & Biases from rank 0. A separate thread makes the calls; wandb uploads in its own process.
 
     If the server does not answer at the start, the run is kept offline, in `wandb/` in the run's folder.
 
     Args:
-        project: In which the run is.
+        project: The run's project.
         entity: User or team; null: the account's default.
-        name: Of the run; null: the name of the run's folder.
+        name: The run's name; null: the name of its folder.
         mode: `offline` sends nothing; `wandb sync FOLDER` does so later.
-
-    Raises:
-        ConfigError: The package wandb is missing.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class WandB(SendingLogger):
         return sender
 
     def _start(self, folder: Path, settings: dict[str, Value]) -> None:
-        """Continue the run that the folder's wandb.json names, or create one."""
+        """Resume the run that the folder's wandb.json names, or create one."""
         import wandb
 
         file = folder / "wandb.json"
@@ -101,7 +98,6 @@ class WandB(SendingLogger):
             self.run.log(values, step=step)
 
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
-        """Log text as HTML, pixels as an image, counts as a histogram."""
         import wandb
 
         if isinstance(item, str):
@@ -122,7 +118,7 @@ class WandB(SendingLogger):
 
 
 def has_key(settings: Any) -> bool:
-    """Return whether wandb knows a key, since it would ask for one on a terminal."""
+    """Return whether wandb knows an API key; without one it would prompt on a terminal."""
     if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     with suppress(OSError, netrc.NetrcParseError):

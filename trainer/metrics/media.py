@@ -17,7 +17,7 @@ COLOURS = {1: 0, 3: 2, 4: 6}  # channels -> PNG's colour type
 
 
 class Image(NamedTuple):
-    """A PNG, with its size in pixels."""
+    """A PNG image, with its size in pixels."""
 
     png: bytes
     height: int
@@ -35,13 +35,9 @@ class Histogram(NamedTuple):
 
 
 def check_media(media: Any, source: str = "on_media") -> Mapping[str, str | Tensor]:
-    """Return `media`: name -> text, or a tensor. (C, H, W) with C of 1, 3 or 4 is an image, (N,) are values.
+    """Return `media`: name -> text or tensor. (C, H, W) with C of 1, 3 or 4 is an image; (N,) are values.
 
-    Args:
-        source: What gave the media, for messages.
-
-    Raises:
-        ConfigError: A value is none of these.
+    `source` names the method that returned the media, for messages.
     """
     if not isinstance(media, Mapping):
         raise ConfigError(f"{source}: returned a value of type {type(media).__name__}; return a dict of name -> media")
@@ -56,11 +52,7 @@ def check_media(media: Any, source: str = "on_media") -> Mapping[str, str | Tens
 
 
 def prepared(media: Mapping[str, Any]) -> Iterator[tuple[str, str | Image | Histogram]]:
-    """Yield each of the media as loggers write them. Waits for the device.
-
-    Raises:
-        ConfigError: A value is no text, image or vector.
-    """
+    """Yield the media as loggers write them. Waits for the device."""
     for name, value in check_media(media).items():
         if isinstance(value, Tensor):
             yield str(name), to_image(value) if is_image(value) else to_histogram(value)
@@ -73,7 +65,7 @@ def is_image(value: Tensor) -> bool:
 
 
 def to_image(pixels: Tensor) -> Image:
-    """Return pixels (C, H, W), in uint8 or in floats from 0 to 1, as a PNG. NaN is black."""
+    """Convert pixels (C, H, W), uint8 or floats from 0 to 1, to a PNG. NaN becomes black."""
     if pixels.is_floating_point():
         pixels = pixels.float().nan_to_num(0.0).clamp(0, 1).mul(255).round()
     array = pixels.detach().to("cpu", torch.uint8).permute(1, 2, 0).numpy()  # (H, W, C)
@@ -88,7 +80,7 @@ def to_image(pixels: Tensor) -> Image:
 
 
 def to_histogram(values: Tensor) -> Histogram:
-    """Count the finite ones of the values (N,)."""
+    """Count the finite values of a tensor (N,)."""
     array = values.detach().to("cpu", torch.float64).numpy()
     array = array[np.isfinite(array)]
     counts, edges = np.histogram(array, BINS)

@@ -12,11 +12,11 @@ EXPECTED = "the tensor 'loss', and for each other name a tensor of one number, o
 
 
 class NamedLosses:
-    """`recipe.loss` that may return a dict with `loss` and others: `loss` is trained, the others are logged.
+    """`recipe.loss`, which may return a dict: `loss` is trained, the other entries are logged.
 
     Args:
         recipe: User code may replace its `loss` during the run.
-        step: Returns the step that runs; None outside of steps, whose losses are not measured.
+        step: Returns the current step; None outside of steps, whose losses are not measured.
     """
 
     def __init__(self, recipe: Any, step: Callable[[], int | None]) -> None:
@@ -40,8 +40,7 @@ class NamedLosses:
     def sums(self, weights: Sequence[int]) -> dict[str, tuple[float, int]]:
         """Return name -> (sum, count) over the items of this rank's micro-batches. Waits for the device.
 
-        Args:
-            weights: The items of each micro-batch. Passes that were repeated come before these.
+        `weights` are the items of each micro-batch. Losses of repeated passes come first, and are ignored.
         """
         found: dict[str, tuple[float, int]] = {}
         for part, weight in zip(self.parts[-len(weights) :], weights, strict=False):
@@ -52,11 +51,7 @@ class NamedLosses:
 
 
 def further(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the further losses of those that `recipe.loss` returned by name.
-
-    Raises:
-        ConfigError: `loss` is missing, or another one is not one number.
-    """
+    """Return the additional losses of a dict that `recipe.loss` returned."""
     if "loss" not in found:
         raise refusal("loss", found, EXPECTED)
     others = {name: value for name, value in found.items() if name != "loss"}
@@ -72,7 +67,7 @@ def combined(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
 
 
 def mean_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return the mean of each name's sums and counts over all ranks. A count of 0 leaves the name out."""
+    """Return the mean of each name's (sum, count) over all ranks. A count of 0 leaves the name out."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
     return {name: total / count for name, (total, count) in both.items() if count}

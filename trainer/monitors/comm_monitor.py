@@ -20,7 +20,7 @@ from trainer.log import log
 
 
 class Kind(NamedTuple):
-    """A line of the file sums up calls that are alike in this."""
+    """Calls that agree in these fields are summed up in one line of the file."""
 
     collective: str
     bucket: int | None
@@ -30,17 +30,17 @@ class Kind(NamedTuple):
 
 
 class CommMonitor(Callback):
-    """Measures the collectives of a run as nccl-tests defines their numbers, without a wait for the device.
+    """Measures the collectives of a run as nccl-tests defines them, without waiting for the device.
 
     DeepSpeed's CommsLogger synchronises the device after each operation, so nothing overlaps while it measures. Here,
-    CUDA events are recorded around a collective, and read when they have passed. On a CPU, a clock runs around the
-    blocking call, in the thread of the Reduce chain.
+    CUDA events are recorded around a collective, and read once they have passed. On a CPU, a clock times the blocking
+    call, in the thread of the Reduce chain.
 
-    DDP's own reducer makes its collectives in C++, which torch shows to nobody. This callback wraps the reduction, so
-    the Reduce chain runs instead, with the same bits.
+    DDP's own reducer calls its collectives from C++, where torch exposes none of them. This callback wraps the
+    reduction, so the Reduce chain runs instead, with the same bits.
 
     Args:
-        ranks: With up to so many ranks, the file has the lines of each. With more, it has those of rank 0.
+        ranks: With up to this many ranks, the file has every rank's lines; with more, only rank 0's.
     """
 
     role = Role.MEASURE
@@ -113,7 +113,7 @@ class CommMonitor(Callback):
 
 
 class Groups:
-    """The process groups of this rank: their level, and which of them are for agreements of a few numbers."""
+    """The levels of this rank's process groups, and which of them only serve agreements of a few numbers."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.per_node = ranks.place.local_world
@@ -133,7 +133,7 @@ class Groups:
 
 
 class Numbers:
-    """The numbers of buckets: as the strategy counts them, then in the order in which others are reduced."""
+    """Numbers buckets: the strategy's own first, then others in the order in which they are reduced."""
 
     def __init__(self, trainer: Context) -> None:
         self.known = {frozenset(id(trainer.parameters[i]) for i in each): n for n, each in enumerate(trainer.buckets)}
@@ -146,7 +146,7 @@ class Numbers:
 
 
 def line(kind: Kind, count: int, size: int, seconds: float) -> dict[str, Any]:
-    """Return the numbers of calls that are alike: means over the calls, and bandwidths in bytes a second."""
+    """Return the means over calls of one kind, and bandwidths in bytes/s."""
     known = kind.timed and seconds > 0
     algbw, busbw = bandwidths(kind.collective, size, seconds, kind.ranks) if known else (None, None)
     shown = {"collective": kind.collective, "bucket": kind.bucket, "level": kind.level, "ranks": kind.ranks}
@@ -159,7 +159,7 @@ def line(kind: Kind, count: int, size: int, seconds: float) -> dict[str, Any]:
 
 
 def totals(lines: list[list[dict[str, Any]]], steps: int) -> dict[str, float]:
-    """Return the metrics of a step: means over the ranks of `lines`, each with the lines of `steps` steps."""
+    """Return the metrics of a step, averaged over the ranks of `lines`."""
     each = [one for own in lines for one in own]
     timed = [one for one in each if one["seconds"] is not None]
     seconds = sum(one["count"] * one["seconds"] for one in timed)

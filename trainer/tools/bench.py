@@ -25,11 +25,6 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start ranks, or measure as one of them. Return the exit code.
-
-    Raises:
-        ConfigError: An option can't work, or contradicts the launcher.
-    """
     refuse(options)
     raise_file_limit()
     place = detect(os.environ)
@@ -52,11 +47,7 @@ def count(accelerator: str) -> int:
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Refuse options that can't work, before anything is measured.
-
-    Raises:
-        ConfigError: An option is out of range or unknown, a file can't be written, or matplotlib is missing.
-    """
+    """Refuse options that can't work, before anything is measured."""
     for name in ("devices", "max_mib", "disk_mib"):
         require(f"--{name.replace('_', '-')}", getattr(options, name), at_least=1)
     require("--seconds", options.seconds, above=0)

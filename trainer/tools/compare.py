@@ -25,11 +25,7 @@ CELL = 14  # columns of a value, at least
 
 
 def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
-    """Print the tables, or the same as JSON.
-
-    Raises:
-        ConfigError: A folder holds no run.
-    """
+    """Print the tables, or the same as JSON."""
     runs = [read_run(folder, name, 1, 1) for folder, name in zip(folders, names_of(folders), strict=True)]
     if as_json:
         print(json.dumps(finite(as_object(runs)), indent=1, default=str))
@@ -53,13 +49,13 @@ def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
 
 
 def chosen(runs: list[Run], everything: bool) -> list[str]:
-    """Return the metrics to show: those that any run has, in order of their names."""
+    """Return the names of the metrics to show."""
     names = sorted({name for run in runs for name in run.metrics} - set(CLOCKS))
     return names if everything else [name for name in names if name.startswith(GROUPS)]
 
 
 def blocks(runs: list[Run], width: int) -> list[list[Run]]:
-    """Cut the runs into as many as fit side by side."""
+    """Split the runs into blocks that fit the terminal side by side."""
     fit = max(1, (width - 26) // (CELL + 2))
     return [runs[i : i + fit] for i in range(0, len(runs), fit)]
 
@@ -98,7 +94,7 @@ def shown(value: Any) -> str:
 
 
 def as_object(runs: list[Run]) -> dict[str, Any]:
-    """Return the comparison as JSON values. A value that is not finite is null."""
+    """Return the comparison as JSON values; null for values that are not finite."""
     names = chosen(runs, True)
     changed = differences(runs)
     return {

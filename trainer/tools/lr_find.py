@@ -52,7 +52,6 @@ def main() -> int:
 
 @no_folders_if_refused()
 def find(options: argparse.Namespace, words: list[str]) -> int:
-    """Run the test, show it, and return the exit code."""
     refuse(options)
     job = one_job(words, "lr_find")
     if job is None:
@@ -78,11 +77,7 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Refuse options that can't work.
-
-    Raises:
-        ConfigError: An option is out of range, a file can't be written, or matplotlib is missing.
-    """
+    """Refuse options that can't work."""
     require("--min", options.min, above=0)
     require("--steps", options.steps, at_least=LEAST_STEPS)
     require("--limit-s", options.limit_s, above=0)
@@ -95,7 +90,7 @@ def refuse(options: argparse.Namespace) -> None:
 
 
 def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train with growing rates on this rank. Return the mean loss of each step over all ranks, as JSON values."""
+    """Train with growing rates on this rank. Return each step's mean loss over all ranks, as JSON values."""
     import torch
 
     from trainer.callback import Callback, Role
@@ -109,7 +104,7 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
             return GrowingRate(factor / order["config"]["optimizer"]["lr"], steps, order["min"], order["max"])
 
     class Watch(Callback):
-        """Notes the losses, and ends the run. The sums over ranks are the same on all, so all end together."""
+        """Records the losses, and ends the run. The sums are equal on all ranks, so all end together."""
 
         role = Role.MEASURE
 
@@ -135,7 +130,7 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GrowingRate(Rate):
-    """`optimizer.lr` grows from `least` to `most`. Groups keep their ratios, and the batch its factor."""
+    """`optimizer.lr` grows from `least` to `most`; factors of groups and of the batch still apply."""
 
     factor: float  # from `optimizer.lr` to the factor on the rates
     steps: int
@@ -147,7 +142,7 @@ class GrowingRate(Rate):
 
 
 def rate(step: int, steps: int, least: float, most: float) -> float:
-    """Return the rate of a step: `least` at 0, `most` at the last."""
+    """Return the rate of a step: `least` at step 0, `most` at the last one."""
     return least * (most / least) ** (step / (steps - 1))
 
 
@@ -161,7 +156,7 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def diverged(losses: Sequence[float]) -> bool:
-    """Return whether the last loss is no number, or its average `DIVERGED` times as far above 0 as the least one."""
+    """Return whether the last loss is not finite, or its average is above `DIVERGED` times the least one."""
     if not math.isfinite(losses[-1]):
         return True
     smoothed = smooth(losses)
@@ -169,19 +164,16 @@ def diverged(losses: Sequence[float]) -> bool:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Return the slope of the line through equally distant values, by least squares."""
+    """Return the least-squares slope of a line through equally spaced values."""
     middle = (len(values) - 1) / 2
     weights = [number - middle for number in range(len(values))]
     return sum(map(operator.mul, weights, values)) / sum(weight * weight for weight in weights)
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
-    """Return the rate of the steepest descent of the loss, and a tenth of the rate of its least smoothed value.
+    """Return the rate where the loss falls fastest, and a tenth of the rate at its least smoothed value.
 
-    The descent is that of a line over `WINDOW` of the steps: single losses have noise.
-
-    Raises:
-        ConfigError: The loss never falls.
+    The fall is the slope of a line over `WINDOW` of the steps, because single losses are noisy.
     """
     half = max(1, int(len(losses) * WINDOW / 2))
     smoothed = smooth(losses)
@@ -196,11 +188,7 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]
 
 
 def show(losses: list[float | None], options: argparse.Namespace) -> None:
-    """Print the curve and the suggestions, and write the files.
-
-    Raises:
-        ConfigError: The losses suggest no rate.
-    """
+    """Print the curve and the suggestions, and write the files."""
     finite = [loss for loss in losses if loss is not None]
     if len(finite) < min(LEAST_LOSSES, len(losses)):
         last = rate(len(losses) - 1, options.steps, options.min, options.max)
@@ -225,7 +213,6 @@ def show(losses: list[float | None], options: argparse.Namespace) -> None:
 
 
 def draw(rates: list[float], losses: list[float], smoothed: list[float], found: dict[str, float], path: Path) -> None:
-    """Write a PNG of the losses over the rates."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

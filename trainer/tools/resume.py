@@ -22,15 +22,7 @@ WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all k
 
 
 def resume(folder: Path, overrides: list[str]) -> int:
-    """Train on from the run's newest checkpoint, and return the exit code.
-
-    Args:
-        folder: Of the run. A config.yaml that no run of this user has written allows nothing itself.
-        overrides: As the command takes them.
-
-    Raises:
-        ConfigError: The folder holds no run, or a setting can't work.
-    """
+    """Resume from the run's newest checkpoint, and return the exit code."""
     for job in composed(folder, overrides):
         check(job.config)
         return run(job.config, folder.name, ["resume", str(folder), *job.argv], job.messages)
@@ -38,11 +30,7 @@ def resume(folder: Path, overrides: list[str]) -> int:
 
 
 def composed(folder: Path, overrides: list[str]) -> list[Job]:
-    """Compose the run's config with Hydra: the stored values, and the overrides on top.
-
-    Raises:
-        ConfigError: The folder holds no config, or the overrides are no single run of its recipe.
-    """
+    """Compose the run's config with Hydra: the stored values, then the overrides."""
     from omegaconf import OmegaConf
 
     if {"-m", "--multirun"} & set(overrides):
@@ -73,13 +61,9 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
 
 
 def distrusted(stored: Any, given: Collection[str], key: str) -> Any:
-    """Return a config that may be a stranger's without what it allows itself: such keys come from the command alone.
+    """Strip an untrusted config of its own permissions: such keys come from the command alone.
 
-    Args:
-        given: The keys of the command.
-
-    Raises:
-        ConfigError: The config allows something, and the command says nothing about it.
+    `given` are the command's keys. Raises ConfigError if the config sets such a key and the command does not.
     """
     from omegaconf import OmegaConf
 
@@ -100,7 +84,7 @@ def distrusted(stored: Any, given: Collection[str], key: str) -> Any:
 
 
 def typed(value: Any) -> str:
-    """Return a value as an argument has it; VALUE for one that its config would resolve."""
+    """Return a value in the syntax of an argument; VALUE for one that its config would resolve."""
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
     text = printable(str(value)) if isinstance(value, str) else as_yaml(value)
@@ -108,11 +92,7 @@ def typed(value: Any) -> str:
 
 
 def refuse_elsewhere(options: dict[str, Any], folder: Path) -> None:
-    """Refuse overrides with which the run would begin in another folder, without a checkpoint.
-
-    Raises:
-        ConfigError: `trainer.run_dir` is another folder than the run's.
-    """
+    """Refuse overrides with which the run would begin in another folder, without a checkpoint."""
     if (given := options.get("run_dir")) != str(folder):
         raise ConfigError(
             f"trainer.run_dir={as_yaml(given)}: a resume continues in the run's own folder {folder}; leave this out, "

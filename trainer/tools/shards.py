@@ -41,11 +41,7 @@ def progress(shard: str, done: int, total: int) -> None:
 
 
 def verify(shards: list[str], workers: int, **where: Any) -> None:
-    """Read every byte, and compare it with the index. For remote shards, the cached copy is read.
-
-    Raises:
-        DataError: Shards differ from their index. The message names each.
-    """
+    """Read every byte, and compare it with the index. For remote shards, the cached copy is read."""
     require("--workers", workers, at_least=1)
     paths = find_shards(shards, DataOptions(**where))
     wrong: list[str] = []
@@ -58,7 +54,7 @@ def verify(shards: list[str], workers: int, **where: Any) -> None:
 
 
 def compare(path: Path | Remote) -> str:
-    """Return how the shard differs from its index; empty if it does not."""
+    """Return how the shard differs from its index; "" if it does not."""
     if (known := indexed(path)) is None:
         return "has no index that can be read"
     try:
@@ -88,14 +84,9 @@ def line(name: str, shards: list[Shard]) -> str:
 
 
 def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool) -> None:
-    """Write shards from the files of a folder, the lines of a .jsonl, or the rows of a .parquet; always in the same
-    order.
+    """Write shards from the files of a folder, the lines of a .jsonl, or the rows of a .parquet; in a fixed order.
 
-    Args:
-        classes: The source is a folder with a folder per class, as in `with_classes`.
-
-    Raises:
-        DataError: The source is empty or can't be read, or the folder can't be written.
+    `classes`: the source has a folder per class, as in `with_classes`.
     """
     require("--per-shard", per_shard, at_least=1)
     refuse_remote("SOURCE", source)

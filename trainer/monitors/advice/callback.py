@@ -29,7 +29,7 @@ MEASURED = ("time/", "gpu/", "perf/", "advice/")  # numbers that a warm-up chang
 
 
 class Advice(Callback):
-    """Reads the numbers of logged steps on rank 0, and says once in a run what is beyond a limit of `rules`.
+    """Judges the numbers of logged steps on rank 0, and reports each finding of `rules` once per run.
 
     A finding must hold for two logged steps in a row. The first logged step, and steps in which torch.compile has
     compiled, are not judged by times. `advice.jsonl` has the findings, and a resume does not repeat them. Numbers come
@@ -50,7 +50,7 @@ class Advice(Callback):
         return model
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
-        """Watch attention in the first pass, on a GPU. A compiled model would be compiled for the watch alone."""
+        """Watch attention in the first pass, on a GPU. A compiled model would be recompiled for the watch."""
         compiles = any(callback.role == Role.COMPILE for callback in trainer.callbacks.values())
         if trainer.rank or trainer.device.type != "cuda" or compiles:
             return run
@@ -101,7 +101,7 @@ class Advice(Callback):
         self.before = found
 
     def _stall(self, numbers: dict[str, float], steps: int) -> dict[str, float]:
-        """Return the share of time that checkpoints have taken, once two logged steps have had some."""
+        """Return the share of time that checkpoints took, once two logged steps have had some."""
         stall = numbers.get("time/checkpoint", 0.0) * steps
         self.stalled, self.total = self.stalled + stall, self.total + numbers.get("time/step", 0.0) * steps
         self.stalls += stall > 0
@@ -129,7 +129,7 @@ class Advice(Callback):
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the findings of a file by name, without lines that are no findings."""
+    """Return the findings in a file by name, skipping damaged lines."""
     found: dict[str, dict[str, Any]] = {}
     try:
         content = path.read_text(errors="replace")
@@ -146,7 +146,6 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def facts(trainer: Context) -> Run:
-    """Return the settings that the rules read."""
     plan, data, saves, place = trainer.plan, trainer.plan.data, trainer.options.checkpoint, trainer.ranks.place
     cuda = trainer.device.type == "cuda"
     moves = (name for name, callback in trainer.callbacks.items() if getattr(callback, "policy", "") == "offload")
@@ -174,15 +173,15 @@ def facts(trainer: Context) -> Run:
 
 
 def cores_of(ranks: int) -> int:
-    """Return the cores that each of a node's ranks may use: of its mask, of the node, of a container's limit."""
+    """Return the cores per rank of a node, by CPU mask, node and container limit."""
     most = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / ranks, cgroup.cores_each(ranks))
     return max(1, int(most))
 
 
 def fits(trainer: Context) -> int:
-    """Return the samples of the largest micro-batch that a GPU's memory would take, on this rank; 0: unknown.
+    """Return the largest micro-batch that the GPU's memory would hold, in samples on this rank; 0: unknown.
 
-    All but weights, gradients and optimizer state counts as growing with the samples, so more may fit.
+    Everything but weights, gradients and optimizer state is taken to grow with the samples, so more may fit.
     """
     use = count(trainer, None)
     if not use.limit or not use.rest:

@@ -9,9 +9,9 @@ CODED = {2.5: 0.8, 5.0: 0.8, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 6
 
 
 def speed(device: Path) -> float:
-    """Return the MiB that the link of a device transmits in a second, each way, without its code; 0 if it is unknown.
+    """Return a PCIe link's payload rate in MiB/s, each way; 0 if unknown.
 
-    An idle GPU lowers its link, so the largest speed counts; the width is that of the slot.
+    An idle GPU slows its link down, so the maximum speed counts; the width is that of the slot.
     """
     try:
         rate = re.match(r"[\d.]+", (device / "max_link_speed").read_text())

@@ -28,15 +28,7 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run that advice depends on.
-
-    Args:
-        splits: A callback decides the micro-batches.
-        fits: Returns the samples of the largest micro-batch that would fit into memory; 0: unknown.
-        pcie_mib_s: MiB that the link of the GPU transmits in a second, each way; 0: unknown.
-        offloads: Name of the callback that moves activations to the host; empty without one.
-        accepts: Returns whether the run would take a callback of this name, with these knobs, too.
-    """
+    """The settings of a run that advice depends on."""
 
     world: int
     nodes: int
@@ -46,44 +38,44 @@ class Run:
     batch: int
     micro: int
     accumulate: int
-    splits: bool
+    splits: bool  # a callback decides the micro-batches
     workers: int
     prefetch: int
     cores: int  # of the machine or its container, for each of its ranks
     fixed_interval: bool  # checkpoints come by steps or minutes, and not by auto
     profiles: bool  # has the callback profiler
-    offloads: str
-    skips: bool  # a checkpoint that is due while the one before is being written
-    pcie_mib_s: float
-    fits: Callable[[], int]
-    accepts: Callable[..., bool]
+    offloads: str  # the callback that moves activations to the host; ""
+    skips: bool  # a checkpoint that is due while the previous one is being written
+    pcie_mib_s: float  # that the GPU's link transmits, each way; 0: unknown
+    fits: Callable[[], int]  # samples of the largest micro-batch that would fit into memory; 0: unknown
+    accepts: Callable[..., bool]  # whether the run takes a callback of this name, with these knobs, too
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A number beyond its limit, and the settings that answer, as arguments of the command."""
+    """A number beyond its limit, and the settings that fix it, as arguments of the command."""
 
     name: str
     value: float
     limit: float
     text: str
     config: str
-    subject: int = ALL  # the rank that it is about; findings of the same name and subject are one
+    subject: int = ALL  # the rank concerned; findings of the same name and subject are one
 
 
 Rule = Callable[[Numbers, Run], Finding | None]
 
 
 def find(numbers: Numbers, run: Run) -> list[Finding]:
-    """Return what the numbers of a logged step give. A rule whose numbers are missing or not finite is silent."""
+    """Return the findings of a logged step. A rule whose numbers are missing or not finite is silent."""
     known = {name: number for name, number in numbers.items() if math.isfinite(number)}
     return [finding for rule in RULES if (finding := rule(known, run)) is not None]
 
 
 def utilisation(numbers: Numbers, run: Run) -> Finding | None:
-    """Judge the rank whose GPU idles most: a mean hides one that does nothing.
+    """Judge the rank whose GPU is idlest, because a mean would hide it.
 
-    While the others are busy, the same rank must idle at each step: of many, one may always pause.
+    If the others are busy, the same rank must be idle at each step, because one of many may always pause.
     """
     used, rank = numbers.get("gpu/utilisation_min", 1.0), int(numbers.get("gpu/idlest_rank", 0))
     if used >= UTILISATION:
@@ -163,7 +155,7 @@ def pcie(numbers: Numbers, run: Run) -> Finding | None:
 
 
 def batch(numbers: Numbers, run: Run) -> Finding | None:
-    """Judge only a run that gains from more samples a step: the GPU idles, or communication is exposed."""
+    """Judge only a run that gains from more samples per step: the GPU idles, or communication is exposed."""
     alone = not run.cuda or run.world == 1 or run.accumulate > 1 or run.splits
     busy = numbers.get("gpu/utilisation", 1.0) >= UTILISATION and exposed(numbers) <= COMMUNICATION
     if alone or busy or "perf/peak_memory_gib" not in numbers or (fits := run.fits()) < ROOM * run.micro:
@@ -243,7 +235,6 @@ RULES: tuple[Rule, ...] = (
 
 
 def share_of(part: str, numbers: Numbers) -> float:
-    """Return the part's share of a step; 0 if it is unknown."""
     step = numbers.get("time/step", 0.0)
     return seconds(part, numbers) / step if step else 0.0
 
@@ -255,18 +246,18 @@ def wait_share(part: str, numbers: Numbers) -> float:
 
 
 def seconds(part: str, numbers: Numbers) -> float:
-    """Return the part's seconds; 0 if it is unknown. A wait for the rank that lacks data is no communication."""
+    """Return the part's seconds; 0 if unknown. A wait for a rank that lacks data is not communication."""
     return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", 0.0)
 
 
 def exposed(numbers: Numbers) -> float:
-    """Return the time that steps wait for other ranks, of the time that they compute; 0 if it is unknown."""
+    """Return the time that steps wait for other ranks, relative to their compute time; 0 if unknown."""
     compute = numbers.get("time/forward", 0.0) + numbers.get("time/backward", 0.0)
     return seconds("communication", numbers) / compute if compute else 0.0
 
 
 def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
-    """Return the longest wait of a step, with the settings that answer; None if no wait counts."""
+    """Return the longest wait of a step and the settings that shorten it; None if no wait counts."""
     waits = {"data": faster_data, "communication": less_waiting, "checkpoint": rarer_checkpoints}
     part = max(waits, key=lambda part: wait_share(part, numbers))
     share = wait_share(part, numbers)
@@ -277,12 +268,12 @@ def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
 
 # Settings, as arguments of the command.
 def remedy(run: Run, *symptoms: Symptom) -> str:
-    """Return what adds the first callback that helps and that the run takes; empty if there is none."""
+    """Return the arguments that add the first callback that helps and that the run accepts; "" if there is none."""
     return next((in_words(name, knobs) for name, knobs in remedies(*symptoms) if run.accepts(name, **knobs)), "")
 
 
 def trace(run: Run, knob: str = "") -> str:
-    """Return the settings that show more: a trace of some steps."""
+    """Return the arguments that record a trace."""
     words = ["" if run.profiles else in_words("profiler", {}), f"callbacks.profiler.{knob}" if knob else ""]
     return " ".join(filter(None, words)) or "callbacks.profiler.with_stack=true"
 
@@ -294,7 +285,7 @@ def faster_data(run: Run) -> str:
 
 
 def less_waiting(run: Run) -> str:
-    """Return exact ways first. In a pipeline, ranks wait less the more micro-batches there are."""
+    """Return exact ways first. In a pipeline, ranks wait less with more micro-batches."""
     if run.data_world < run.world and run.micro % 2 == 0:
         return f"micro_batch={run.micro // 2} accumulate={2 * run.accumulate}"
     symptoms = [Symptom.NETWORK, *([Symptom.NODES] if run.nodes > 1 and run.world > run.nodes else [])]
@@ -302,14 +293,14 @@ def less_waiting(run: Run) -> str:
 
 
 def rarer_checkpoints(run: Run) -> str:
-    """Let the interval follow the stall; then leave out what is due too soon. Empty: the run does both."""
+    """Let the interval follow the stall; then skip checkpoints that are due too soon. "": the run does both."""
     if run.fixed_interval:
         return "trainer.checkpoint.every=auto"
     return "" if run.skips else "trainer.checkpoint.when_busy=skip"
 
 
 def more_work(run: Run) -> str:
-    """Return what gives a GPU larger kernels without other numbers, or fewer of them."""
+    """Return what gives the GPU larger or fewer kernels without changing the numbers."""
     if not run.splits and run.accumulate % 2 == 0 and run.fits() >= 2 * run.micro:
         return f"micro_batch={2 * run.micro} accumulate={run.accumulate // 2}"
     return remedy(run, Symptom.KERNELS) or trace(run)

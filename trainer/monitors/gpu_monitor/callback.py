@@ -17,7 +17,7 @@ class GpuMonitor(Callback):
     """Adds `gpu/...`, from NVML, and `host/...`, from /proc, /sys and control groups. The card lists them.
 
     Numbers are means over the samples since the last logged step, and over ranks. Memory, temperature and the spread of
-    utilisation are the largest, PCIe's numbers those of the rank with the largest. A node's first rank measures the
+    utilisation are maxima; PCIe's numbers are those of the rank with the largest. A node's first rank measures the
     host. A warning names each reason for which clocks are held down, once, with the ranks.
 
     Args:

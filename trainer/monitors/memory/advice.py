@@ -38,7 +38,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Setting:
-    """The part of the run's settings that decides which advice makes sense."""
+    """The settings of the run that decide which advice makes sense."""
 
     micro: int  # samples of the largest micro-batch
     precision: str
@@ -50,19 +50,16 @@ class Setting:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this rank's part of the tensors; a storage that several share counts once."""
+    """Return the bytes of this rank's part of the tensors; a shared storage counts once."""
     parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # DTensor's
     return sum({(p.data_ptr(), p.device): p.numel() * p.element_size() for p in parts}.values())
 
 
 def count_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> tuple[int, bool]:
-    """Return the bytes of the optimizer's state, and whether they are only computed, before its first step.
+    """Return the bytes of the optimizer's state, and whether they are only predicted, before its first step.
 
-    A state like Adam's has as many tensors for each parameter as the group has betas. Momentum has one. They are
-    float32, also for weights that are stored in bf16.
-
-    Args:
-        parameters: Those that this rank steps.
+    A state like Adam's has a tensor per parameter for each of the group's betas; momentum has one. They are float32,
+    also for weights stored in bf16. `parameters` are those that this rank steps.
     """
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     if held:
@@ -73,7 +70,7 @@ def count_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> tuple[int
 
 
 def advise(use: Use, setting: Setting) -> str:
-    """Return the settings that take memory away, the most effective first, with an upper limit of what they take."""
+    """Return the settings that save memory, the most effective first, with an upper limit of what they save."""
     ways = [(saved, text) for saved, text in _ways(use, setting) if saved > LEAST * use.peak]
     ways.sort(key=lambda way: -way[0])
     named = [f"{text} (up to {saved / GIB:.2f} GiB less)" for saved, text in ways]

@@ -15,16 +15,16 @@ KEY = "callbacks.profiler"
 
 
 class Profiler(Callback):
-    """Writes `profile/rank<R>/step-<N>.json.gz` of the steps from N on, which Perfetto and chrome://tracing show.
+    """Writes `profile/rank<R>/step-<N>.json.gz` for the steps from N on, to view in Perfetto or chrome://tracing.
 
-    Regions of the trace have the names of the step's phases, as step_timer has them, and of each callback with its
-    hook. A validation ends a recording, since a validation may be long. Trouble with the recording or with the disk is
-    a warning in the log, and the run continues.
+    The trace has regions for the step's phases, as step_timer names them, and for each callback's hooks. A validation
+    ends a recording, since a validation may be long. If the recording or the disk fails, a warning is logged and the
+    run continues.
 
     Args:
-        first: The first step that is recorded, counted from 1 in the whole run.
-        active: Steps of a recording.
-        every: Steps from the beginning of a recording to that of the next; null: one recording.
+        first: The first recorded step, counted from 1 in the whole run.
+        active: Steps per recording.
+        every: Steps from the beginning of one recording to that of the next; null: one recording.
         ranks: The ranks that record; null: all.
         record_shapes: Record the shapes of operators' inputs.
         with_stack: Record the lines of Python that call operators.
@@ -115,5 +115,4 @@ class Profiler(Callback):
 
 
 def short(error: Exception) -> str:
-    """Return an error as the end of a line."""
     return printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

@@ -28,12 +28,7 @@ NAMED = ("on_before_optimizer_step", "on_step_undone", "on_step_end", UNLOGGED, 
 
 
 class Recording:
-    """Steps that torch.profiler records. Meanwhile the clock of the phases runs and marks the regions of the trace.
-
-    Args:
-        first: The first step.
-        active: How many steps.
-    """
+    """A recording of `active` steps by torch.profiler. A running phase clock marks the regions of the trace."""
 
     def __init__(
         self, trainer: Context, first: int, active: int,
@@ -53,11 +48,7 @@ class Recording:
         self.undo = ExitStack()
 
     def start(self, end: Callable[[], None]) -> None:
-        """Begin. `end` is called as a validation begins.
-
-        Raises:
-            Exception: kineto's, or that of the folder; nothing is recorded then.
-        """
+        """Start recording; an exception means that nothing is recorded. `end` is called as a validation begins."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.memory and self.cuda and not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
@@ -75,7 +66,7 @@ class Recording:
             self._name(hook)
 
     def fetch(self, steps: Iterator[Step]) -> Step | None:
-        """Return the data of the first step; None at the end. The clock marks all that follows."""
+        """Return the first step's data, or None at the end. The clock marks everything that follows."""
         self.regions.begin()
         return next(steps, None)
 
@@ -87,10 +78,10 @@ class Recording:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-{self.first}.pickle"))
 
     def write(self) -> str:
-        """Write the trace and the table of operators; return both in a line.
+        """Write the trace and the table of operators; return a line about both.
 
         Raises:
-            OSError: The disk does not take them. No part of a trace is left.
+            OSError: The disk is full. No partial trace is left.
         """
         path, plain = self.folder / f"step-{self.first}.json.gz", self.folder / f".step-{self.first}.json"
         packed = plain.with_suffix(".json.gz")
@@ -107,7 +98,7 @@ class Recording:
         return f"steps {self.first} to {self.last} are in {path}; {self._summarize()}"
 
     def _summarize(self) -> str:
-        """Append the table of operators to summary.txt; return those that took most time themselves."""
+        """Append the table of operators to summary.txt; return the operators with the most own time."""
         averages = self.profile.key_averages()
         key = "self_device_time_total" if self.cuda else "self_cpu_time_total"
         file = Appended(self.folder / "summary.txt")
@@ -142,7 +133,7 @@ class Recording:
         self.undo.callback(self.trainer.hooks.__setitem__, hook, before)
 
     def _owner(self, call: Any) -> str:
-        """Return the callback's name in the config; of a function of the trainer's own, its module's."""
+        """Return the callback's name in the config; for the trainer's own functions, the module's name."""
         owner = getattr(call, "__self__", None)
         if isinstance(owner, Callback):
             return name_of(owner, self.trainer.callbacks)
@@ -150,7 +141,7 @@ class Recording:
 
 
 def ends_whole(path: Path) -> bool:
-    """Return whether a file ends as a JSON object does."""
+    """Return whether the file ends like a JSON object."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"}")

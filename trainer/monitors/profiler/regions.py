@@ -10,13 +10,13 @@ from trainer.comm.phases import Phase
 
 
 class Regions:
-    """Opens and closes regions as a clock's listener does. A region lies whole in the one around it.
+    """Opens and closes properly nested regions, as the listener of a clock.
 
-    A phase that another one interrupts continues around it. The thread that a device has for its gradients is not
-    followed: what it does lies in the backward pass.
+    An interrupted phase continues around the one that interrupts it. Work on a device's gradient thread is not
+    followed; it counts as the backward pass.
 
     Args:
-        step: Returns the name of the step that begins; empty if no step is recorded any more.
+        step: Returns the name of the step that begins; empty once no step is recorded any more.
         validate: Called as a validation begins.
     """
 
@@ -44,7 +44,7 @@ class Regions:
             self._close(len(self.open) - 1)
 
     def begin(self) -> None:
-        """End the step, and begin the next one, which waits for data first."""
+        """End the step, and begin the next one, which first waits for data."""
         self.end()
         if name := self.step():
             self._enter(name, False)
@@ -54,7 +54,7 @@ class Regions:
         self._close(0)
 
     def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` in a region."""
+        """Return `call` wrapped in a region."""
 
         def run(*args: Any, **options: Any) -> Any:
             before = len(self.open)
@@ -75,6 +75,6 @@ class Regions:
         self.open.append((region, phase))
 
     def _close(self, before: int) -> None:
-        """Close the regions that are open, down to so many."""
+        """Close open regions until `before` are left."""
         while len(self.open) > before:
             self.open.pop()[0].__exit__(None, None, None)

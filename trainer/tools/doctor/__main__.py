@@ -29,7 +29,7 @@ end it."""
 
 
 def examine(place: Place, folder: Path) -> Iterator[Finding]:
-    """Yield the findings of this rank; those of disks only on the first rank of its machine."""
+    """Yield the findings of this rank; disks are examined by the first rank of each machine."""
     yield from machine.examine(place.world, place.local_world)
     yield from software.examine()
     yield from network.examine(place.local_world, place.world // place.local_world)
@@ -91,11 +91,7 @@ def start_ranks(place: Place, *args: Any) -> int:
 
 
 def run(devices: int | None, folder: Path, json_file: Path | None, timeout: float) -> int:
-    """Examine as the ranks that a launcher or `devices` makes.
-
-    Raises:
-        ConfigError: An argument can't work, or contradicts the launcher.
-    """
+    """Examine as the ranks that a launcher started, or start `devices` ranks."""
     require("--devices", devices, at_least=1)
     require("--timeout", timeout, above=0)
     refuse_folder("--json", json_file)

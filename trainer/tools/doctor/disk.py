@@ -18,7 +18,7 @@ SLOW = 50 * MIB  # bytes per second
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Yield the speed and free space of `folder`, for checkpoints and logs, and of TMPDIR, for sockets and programs."""
+    """Yield findings about `folder`, for checkpoints and logs, and TMPDIR, for sockets and programs."""
     temporary = Path(tempfile.gettempdir())
     for subject, place, count in ((f"disk of {folder}", folder, BYTES), (f"TMPDIR {temporary}", temporary, 1)):
         late = Finding(
@@ -29,7 +29,7 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def tried(subject: str, folder: Path, count: int) -> Iterator[Finding]:
-    """Yield one finding: what writing and reading a file of `count` bytes takes."""
+    """Yield the finding from writing and reading a file of `count` bytes."""
     try:
         free = shutil.disk_usage(folder).free
         count = max(1, min(count, free // 2))
@@ -55,7 +55,7 @@ def tried(subject: str, folder: Path, count: int) -> Iterator[Finding]:
 
 
 def speed(folder: Path, count: int) -> tuple[float, float]:
-    """Return the seconds of writing `count` bytes down to the disk, and of reading them again without the cache."""
+    """Return the seconds to write and fsync `count` bytes, and to read them without the cache."""
     chunk = os.urandom(min(count, MIB))
     with tempfile.TemporaryFile(dir=folder) as file:
         began = time.perf_counter()

@@ -23,7 +23,7 @@ WIDTHS = ("nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkWidth")
 
 @dataclass
 class Shown:
-    """A GPU as the driver shows it."""
+    """A GPU as the driver reports it."""
 
     address: str  # on the PCI bus
     finding: Finding
@@ -32,7 +32,7 @@ class Shown:
 
 
 def examine(sys: Path = SYS) -> Iterator[Finding]:
-    """Yield the driver, each GPU, the matrix of links, and what keeps torch from them."""
+    """Yield the driver, each GPU, the matrix of links, and what keeps torch from using them."""
     late = Finding(
         "GPUs", f"no answer within {timeouts.GPUS_S:g} s", ERROR, "a run would wait for them, too",
         "see whether nvidia-smi answers, and the kernel's log for Xid; restart the machine",
@@ -115,11 +115,7 @@ def devices(library: ModuleType, sys: Path) -> Iterator[Shown]:
 
 
 def memory_of(library: ModuleType, handle: Any) -> Any:
-    """Return the GPU's memory; None if the driver does not report it, as to a user of MIG, or on GB10.
-
-    Raises:
-        NVMLError: The GPU is lost.
-    """
+    """Return the GPU's memory; None if the driver does not report it, as under MIG, or on GB10."""
     try:
         return library.nvmlDeviceGetMemoryInfo(handle)
     except library.NVMLError_GpuIsLost:
@@ -129,7 +125,7 @@ def memory_of(library: ModuleType, handle: Any) -> Any:
 
 
 def kinds(shown: list[Shown]) -> Iterator[Finding]:
-    """Yield the kinds of this machine's GPUs, without their slots; the report compares those of all ranks."""
+    """Yield the kinds of this machine's GPUs, which the report compares over ranks."""
     counts = Counter(sorted(gpu.kind for gpu in shown if gpu.kind))
     if len(counts) == 1:
         yield Finding("kind of GPU", *counts)
@@ -139,7 +135,7 @@ def kinds(shown: list[Shown]) -> Iterator[Finding]:
 
 
 def nvlinks(library: ModuleType, handle: Any) -> Counter[str]:
-    """Return the active links of a GPU to each PCI address: that of a GPU, or of an NVSwitch."""
+    """Return the active links of a GPU by the PCI address of the GPU or NVSwitch at the other end."""
     found = Counter[str]()
     for link in range(MOST_LINKS):
         try:
@@ -151,7 +147,7 @@ def nvlinks(library: ModuleType, handle: Any) -> Counter[str]:
 
 
 def asked(library: ModuleType, function: str, handle: Any) -> Any:
-    """Return the driver's answer; None if this GPU, user or driver has none."""
+    """Return the driver's answer; None if it refuses the query."""
     try:
         return getattr(library, function)(handle)
     except library.NVMLError:
@@ -159,13 +155,13 @@ def asked(library: ModuleType, function: str, handle: Any) -> Any:
 
 
 def short(address: str | bytes) -> str:
-    """Return a PCI address as /sys has it: "00000000:3B:00.0" -> "0000:3b:00.0"."""
+    """Return a PCI address as in /sys: "00000000:3B:00.0" -> "0000:3b:00.0"."""
     text = address.decode() if isinstance(address, bytes) else address
     return text[-12:].lower()
 
 
 def between(shown: list[Shown]) -> dict[tuple[str, str], int]:
-    """Return the NVLinks between each two GPUs: direct ones, and those that both have to switches."""
+    """Return the NVLinks between each pair of GPUs: direct ones, and those that both have to switches."""
     addresses = {gpu.address for gpu in shown}
     switched = {g.address: sum(n for there, n in g.peers.items() if there not in addresses) for g in shown}
     return {

@@ -15,7 +15,7 @@ LEGEND = (
 
 
 def chain(sys: Path, address: str) -> list[str]:
-    """Return the folders of a PCI device's path: its root bus, bridges, and the device; empty if it is unknown."""
+    """Return the path of a PCI device: its root bus, bridges, and the device; empty if unknown."""
     parts = os.path.realpath(sys / "bus" / "pci" / "devices" / address).split(os.sep)
     roots = [i for i, part in enumerate(parts) if part.startswith("pci") and ":" in part]
     return parts[roots[-1] :] if roots else []
@@ -43,8 +43,7 @@ def matrix(
 
     Args:
         devices: Name -> PCI address.
-        nvlinks: Links between two addresses.
-        rows: Names of the devices that begin a row.
+        nvlinks: Number of NVLinks between two addresses.
     """
     found = dict[str, dict[str, str]]()
     for one in rows:
@@ -57,7 +56,6 @@ def matrix(
 
 
 def table(words: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return the lines of a matrix, aligned."""
     columns = list(dict.fromkeys(name for row in words.values() for name in row))
     rows = [["", *columns], *([name, *(row[column] for column in columns)] for name, row in words.items())]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]

@@ -22,7 +22,7 @@ SHARED = (MIB, GIB)  # bytes
 def examine(
     world: int, local_world: int, proc: Path = PROC, sys: Path = SYS, shared: Path = Path("/dev/shm")
 ) -> Iterator[Finding]:
-    """Yield what this machine has, and what `local_world` ranks of `world` would lack on it."""
+    """Yield what this machine has, and what `local_world` of `world` ranks would lack on it."""
     yield Finding("machine", platform.node())
     yield Finding("system", f"Linux {platform.release()} on {platform.machine()}")
     yield from processor(proc, sys)
@@ -69,7 +69,7 @@ def memory(proc: Path, sys: Path) -> Iterator[Finding]:
 
 
 def shared_memory(folder: Path) -> Finding:
-    """Examine the folder by which data workers hand batches to their rank, and NCCL connects GPUs of one node."""
+    """Examine the folder through which data workers pass batches to their rank, and NCCL connects local GPUs."""
     try:
         stat = os.statvfs(folder)
     except OSError as error:
@@ -110,7 +110,7 @@ def open_files(world: int) -> Finding:
 
 
 def processes(local_world: int, proc: Path, sys: Path) -> Finding:
-    """Compare the limits of processes and threads, of the user and of the control group, with those of the ranks."""
+    """Compare the limits of processes and threads, of the user and of the control group, with the ranks' need."""
     own = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = {"ulimit -u": float("inf") if own == resource.RLIM_INFINITY or os.geteuid() == 0 else own}
     if limit := cgroup.processes(proc, sys):
@@ -145,7 +145,7 @@ def in_limit(value: int) -> str:
 
 
 def read(path: Path) -> str:
-    """Return a file's text; empty if the system does not have it."""
+    """Return a file's text; "" if the system lacks it."""
     try:
         return path.read_text()
     except OSError:

@@ -42,7 +42,6 @@ def loopback(local_world: int) -> Finding:
 
 
 def interface(folder: Path) -> Finding:
-    """Examine an interface by its folder in /sys."""
     state = read(folder / "operstate").strip() or "unknown"
     speed = read(folder / "speed").strip()  # in Mbit/s; -1 or an error of the driver: unknown
     rate = f"{int(speed) / 1000:g} Gbit/s" if speed.isdecimal() and int(speed) else "unknown speed"
@@ -73,7 +72,7 @@ def remote_dma(sys: Path) -> Iterator[Finding]:
 
 
 def named(cards: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for a variable that names no interface of this machine. NCCL takes prefixes, gloo whole names."""
+    """Yield variables that name no interface of this machine. NCCL takes prefixes, gloo whole names."""
     whole = environ.get("GLOO_SOCKET_IFNAME", "")
     if absent := [name for name in whole.split(",") if name and name not in (*cards, "lo")]:
         yield Finding(
@@ -91,7 +90,7 @@ def named(cards: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]
 
 
 def announced(environ: Mapping[str, str]) -> Finding:
-    """Examine the address by which gloo's ranks on other machines connect: the host name's, unless a variable says."""
+    """Examine the address that gloo announces to other machines: the host name's, unless a variable is set."""
     if name := environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME"):
         return Finding("address for other machines", f"of interface {name}")
     host = socket.gethostname()

@@ -21,7 +21,7 @@ OWN = {
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yield versions, packages that are missing or out of their bounds, and variables."""
+    """Yield versions, packages that are missing or out of bounds, and variables."""
     yield Finding("Python", platform.python_version(), data=sys.executable)
     yield Finding("Echelon", trainer.__version__)
     yield from libraries()
@@ -60,7 +60,7 @@ def libraries() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Yield the versions of the packages that Echelon requires; those of extras if they are installed."""
+    """Yield the versions of required packages, and of installed extras."""
     try:
         from packaging.requirements import Requirement
 

@@ -31,8 +31,8 @@ class Level:
 
     Attributes:
         name: `inside` a node; `across` nodes, with one rank of each; or `all` ranks.
-        ranks: In each group.
-        meter: Of the machine, the same for all levels.
+        ranks: Ranks per group.
+        meter: The machine's meter, shared by all levels.
     """
 
     name: str
@@ -45,10 +45,8 @@ class Level:
 class Row:
     """The time of a collective.
 
-    Attributes:
-        cpu_seconds: CPU time per rank, averaged over the ranks.
-        estimated: Whether the times are estimated from the whole machine's, with interrupts. Otherwise they are the
-            CPU times that a rank's own threads report.
+    `cpu_seconds`, the mean over ranks, is the CPU time that their threads report. If it is `estimated`, it is a share
+    of the whole machine's, with interrupts.
     """
 
     level: str
@@ -63,7 +61,7 @@ class Row:
 
 
 def make_levels(ranks: Ranks) -> tuple[list[Level], int, list[str]]:
-    """Return the levels of the network, the ranks of a node, and lines on what can't be measured. A collective."""
+    """Return the network's levels, the ranks per node, and lines on what can't be measured. A collective."""
     if ranks.world == 1:
         return [], 1, ["links: not measured: one rank sends nothing; give --devices=2, or start by torchrun"]
     meter, places = Meter(ranks), ranks.gather([ranks.place.local_rank, ranks.place.local_world])
@@ -84,7 +82,7 @@ def make_levels(ranks: Ranks) -> tuple[list[Level], int, list[str]]:
 
 
 def sizes(most: int, least: int = LEAST) -> list[int]:
-    """Return `least` bytes, and each double up to `most`; two sizes or more."""
+    """Return `least` bytes and its doubles up to `most`; at least two sizes."""
     first = least.bit_length() - 1
     return [1 << n for n in range(first, max(first + 2, most.bit_length()))]
 
@@ -98,9 +96,8 @@ def measure(
     link's token bucket is empty, and the ranks begin together.
 
     Args:
-        most: Bytes of the largest size, as nccl-tests counts them.
-        budget_s: Seconds that the timed calls of a size take, about.
-        least: Bytes of the smallest size.
+        most, least: Bytes of the largest and smallest size, as nccl-tests counts them.
+        budget_s: Approximate seconds for the timed calls of a size.
     """
     for number, size in enumerate(sizes(most, least)):
         elements = max(1, size // 4 // level.ranks) * level.ranks
@@ -138,7 +135,7 @@ def prepare(collective: str, level: Level, elements: int, device: torch.device) 
 
 
 def run(call: Callable[[], Any], calls: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of one of `calls` calls, and the CPU seconds of this process for it."""
+    """Return the wall and CPU seconds per call, over `calls` calls."""
     call()
     wait(device)
     began, worked = time.perf_counter(), time.process_time()
@@ -149,16 +146,13 @@ def run(call: Callable[[], Any], calls: int, device: torch.device) -> tuple[floa
 
 
 def fit(rows: Sequence[Row], device: torch.device) -> Link:
-    """Return the link of the rows, which are of one level and one collective.
-
-    On a GPU, the CPU's cost is 0: the host only waits for the device.
-    """
+    """Fit a link to rows of one level and one collective. On a GPU, the host only waits, so its cost is 0."""
     cpu = {row.bytes: row.cpu_seconds for row in rows} if device.type == "cpu" else None
     return fit_link({row.bytes: row.seconds for row in rows}, rows[0].ranks, rows[0].collective, cpu)
 
 
 def with_shares(link: Link, all_gather: Link, reduce_scatter: Link) -> Link:
-    """Return the link with the rates of the library's other collectives, as shares of its own."""
+    """Return the link with the rates of other collectives, relative to its own."""
     shares = (other.bytes_per_s / link.bytes_per_s for other in (all_gather, reduce_scatter))
     gather, scatter = (share if math.isfinite(share) and share else 1.0 for share in shares)
     return replace(link, all_gather=gather, reduce_scatter=scatter)

@@ -14,10 +14,10 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of 
 
 
 def share(ranks: Ranks) -> tuple[float, float | None]:
-    """Return the cores and the bytes of memory that each rank has for itself, the least of all ranks. A collective.
+    """Return the cores and bytes of memory per rank, the minimum over ranks. A collective.
 
-    Ranks of one host that may use the same cores share these, also if each takes itself for alone, as in containers.
-    Ranks of one control group share its limits. The memory is the GPU's or the host's; None if it is unknown.
+    Ranks of one host with the same affinity share its cores, even in separate containers. Ranks of one control group
+    share its limits. The memory is the GPU's or the host's; None if it is unknown.
     """
     own = {
         "host": boot(),
@@ -39,16 +39,12 @@ def share(ranks: Ranks) -> tuple[float, float | None]:
 
 
 def limit(found: cgroup.Limit | None) -> tuple[float, int] | None:
-    """Return a limit and the number of its control group, which is the same in all containers of the host."""
+    """Return a limit and its control group's inode, which is the same in all containers of the host."""
     return (found.value, found.group.stat().st_ino) if found else None
 
 
 def granted(key: str, place: dict[str, Any], neighbours: list[dict[str, Any]]) -> list[float]:
-    """Return the part that a rank has of its control group's limit; empty without one.
-
-    Args:
-        neighbours: All ranks of the host.
-    """
+    """Return the rank's share of its control group's limit; empty without one. `neighbours` are the host's ranks."""
     if place[key] is None:
         return []
     value, group = place[key]

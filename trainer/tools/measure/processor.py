@@ -13,13 +13,13 @@ QUIET = 0.05  # of the processors: a machine that does more by itself hides what
 
 
 class Meter:
-    """The machine around this rank. The kernel charges an interrupt to whoever computes, so no process can see it.
+    """Meters the whole machine, because the kernel charges interrupts to whichever process computes.
 
-    The estimate is what the machine does while ranks communicate, minus what it does by itself, in equal parts for the
-    ranks on it. It needs a machine that is otherwise idle. Making one is a collective.
+    The estimate is the machine's load while ranks communicate, minus its load before, split equally among its ranks.
+    This needs an otherwise idle machine. Creating a meter is a collective.
 
     Attributes:
-        load: The busiest machine of all ranks before the measurement, as a share of its processors; 1 if unknown.
+        load: The share of processors busy beforehand, on the busiest machine; 1 if unknown.
     """
 
     def __init__(self, ranks: Ranks, proc: Path = PROC) -> None:
@@ -37,21 +37,21 @@ class Meter:
         self.quiet = self.load <= QUIET
 
     def begin(self) -> tuple[float, float] | None:
-        """Return the time and the busy seconds of the machine; None if it is not quiet."""
+        """Return the time and the machine's busy seconds; None if it is not quiet."""
         busy = self._busy() if self.quiet else None
         return None if busy is None else (time.monotonic(), busy)
 
     def end(self, began: tuple[float, float] | None) -> float | None:
-        """Return a rank's part of the processor seconds since `began`; None if it is unknown."""
+        """Return a rank's share of the processor seconds since `began`; None if unknown."""
         busy = self._busy()
         if began is None or busy is None:
             return None
         return max(0.0, busy - began[1] - self.base * (time.monotonic() - began[0])) / self.ranks
 
     def _busy(self) -> float | None:
-        """Return the seconds that processors were not idle, from any moment on; None if /proc does not say.
+        """Return the busy seconds of all processors since an arbitrary moment; None if /proc lacks them.
 
-        Idle time is exact to 10 ms, while busy time is counted by ticks. Time that a hypervisor takes is nobody's work.
+        Idle time is exact to 10 ms, while busy time is counted in ticks. Time stolen by a hypervisor counts as idle.
         """
         try:
             line = (self.proc / "stat").read_text().split("\n", 1)[0].split()

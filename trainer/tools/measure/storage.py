@@ -22,13 +22,9 @@ READ_FOR = 2.0  # shards are read for so long at most
 
 
 def disk(folder: Path, size: int) -> dict[str, float]:
-    """Return bytes a second of writing a file of `size` bytes until they are on the disk, and of reading it.
+    """Return the bytes/s of writing and syncing a file of `size` bytes, and of reading it.
 
-    The reading asks the system to forget the file first. A file system that keeps it in memory, as tmpfs, is read from
-    there.
-
-    Raises:
-        OSError: The folder can't be written, or the disk is full.
+    The system is asked to drop the file from its cache before the read. A tmpfs is read from memory nevertheless.
     """
     chunk, path = secrets.token_bytes(min(CHUNK, size)), temporary_in(folder)
     count = max(1, size // len(chunk))
@@ -52,21 +48,17 @@ def disk(folder: Path, size: int) -> dict[str, float]:
 
 
 def forget(descriptor: int) -> None:
-    """Ask the system to drop a file from its cache, so that the next reading takes it from the disk."""
+    """Ask the system to drop the file from its cache."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def shards(folder: Path, names: list[str]) -> dict[str, float]:
-    """Return samples and bytes a second of one process that reads and decodes samples in the order of the shards.
+    """Return the samples/s and bytes/s of one process that reads and decodes samples in the order of the shards.
 
     Args:
-        folder: For shards of random bytes, which are removed afterwards, if there are no `names`.
+        folder: If there are no `names`, temporary shards of random bytes are written here.
         names: Shards as a recipe names them. Their index is stored next to them, as by a run.
-
-    Raises:
-        DataError: A shard is missing or damaged.
-        OSError: The folder can't be written.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="echelon-bench-") as made:
         paths: list[Any] = (

@@ -26,7 +26,7 @@ class Exchange:
 
     @property
     def algbw(self) -> float:
-        """Bytes per second of all calls: the mean over their time."""
+        """Mean bytes/s, weighted by time."""
         return self.moved / self.seconds if self.seconds else float("nan")
 
     @property
@@ -40,7 +40,7 @@ class Exchange:
 
 
 def read_comm(path: Path) -> tuple[list[Exchange], str]:
-    """Return the exchanges, those with the most time first, and one line on what is missing."""
+    """Return the exchanges, the longest first, and a note on what is missing."""
     found: dict[tuple[str, int | None, str], Exchange] = {}
     lines, left_out = Lines(path), 0
     for line in lines:
@@ -60,7 +60,7 @@ def read_comm(path: Path) -> tuple[list[Exchange], str]:
 
 
 def add_time(one: Exchange, rank: int, count: float, seconds: float, line: dict[str, Any]) -> None:
-    """Add timed calls: mean `seconds` of `count` calls."""
+    """Add `count` timed calls of `seconds` each."""
     time = seconds * count
     one.timed, one.seconds = one.timed + count, one.seconds + time
     one.moved += time * max(0.0, finite(number(line.get("algbw"))))

@@ -75,7 +75,7 @@ GROUPS = {"train": "loss", "val": "loss", "perf": "perf", "time": "time", "comm"
 
 
 def shown(name: str) -> Shown:
-    """Return how a metric of this name is shown. A name of a stranger's recipe is shown as it is."""
+    """Return how to show a metric. An unknown name is shown as it is."""
     group = name.partition("/")[0]
     section = "memory" if name in MEMORY else GROUPS.get(group, "other")
     kind = next((kind for end, kind in ENDINGS.items() if name.endswith(end) and section not in ("loss", "other")), "")

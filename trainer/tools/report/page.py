@@ -49,7 +49,7 @@ def make_page(runs: list[Run]) -> str:
 
 
 def digest(text: str) -> str:
-    """Return the source of a content security policy that allows this inline text and no other."""
+    """Return the content security policy's source that allows only this inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -100,7 +100,7 @@ def card(i: int, run: Run, runs: list[Run]) -> Html:
 
 
 def numbers(run: Run) -> list[tuple[Any, ...]]:
-    """Return the name and the value of a run's main numbers, those that it has."""
+    """Return the names and values of the main numbers that the run has."""
     summary, metrics, found = run.summary, run.metrics, []
     planned = whole(run.config.get("trainer.max_steps"))
     steps = max(run.last_step, whole(summary.get("steps")) or 0)

@@ -38,14 +38,14 @@ class Chart(NamedTuple):
 
 
 class Arrays:
-    """The arrays of the page, each once. Numbers go as base64 of little-endian floats."""
+    """The page's arrays without duplicates, as base64 of little-endian floats."""
 
     def __init__(self) -> None:
         self.found: dict[bytes, int] = {}
         self.made: list[dict[str, Any]] = []
 
     def add(self, values: Any, size: int = 4) -> int:
-        """Return the index of an array. Float32 has seven digits, so steps take size 8."""
+        """Return the index of an array. Float32 has seven digits, so steps need size 8."""
         with np.errstate(over="ignore"):
             raw = np.ascontiguousarray(values, dtype=f"<f{size}").tobytes()
         key = raw + bytes([size])
@@ -56,7 +56,7 @@ class Arrays:
 
 
 def make_payload(runs: list[Run]) -> tuple[dict[str, Any], list[Chart]]:
-    """Return the JSON of the page, and the charts in their order."""
+    """Return the page's JSON, and the charts in order."""
     fit(runs)
     arrays = Arrays()
     charts = [*curves(runs, arrays), *stacks(runs, arrays)]
@@ -71,7 +71,7 @@ def make_payload(runs: list[Run]) -> tuple[dict[str, Any], list[Chart]]:
 
 
 def fit(runs: list[Run]) -> None:
-    """Merge points until all curves together have at most `MOST_NUMBERS`, but keep 250 of each."""
+    """Merge points until all curves have at most `MOST_NUMBERS` in total, but keep 250 of each."""
     all_ranges = [metric.ranges for run in runs for metric in run.metrics.values()]
     most = max((one.most for one in all_ranges), default=0)
     while True:
@@ -85,7 +85,7 @@ def fit(runs: list[Run]) -> None:
 
 
 def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
-    """Make a chart of lines for each metric. Training and validation loss share one."""
+    """Make a line chart for each metric. Training and validation loss share one."""
     names = dict.fromkeys(name for run in runs for name in run.metrics if name not in CLOCKS)
     known = {name: place for place, name in enumerate(TITLES)}
     parts = {f"time/{part}" for part in PARTS}
@@ -117,7 +117,7 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
 
 
 def line(run: int, metric: Metric, label: str, arrays: Arrays, band: bool = True) -> dict[str, Any]:
-    """Return a curve: places in `arrays`, and the last value; null, if that is not finite."""
+    """Return a curve: indices into `arrays`, and the last value, or null if it is not finite."""
     ranges, last = metric.ranges, metric.last.value
     made: dict[str, Any] = {"run": run, "label": printable(label), "last": last if np.isfinite(last) else None}
     made["x"], made["y"] = arrays.add(ranges.steps, 8), arrays.add(ranges.mean)
@@ -143,7 +143,7 @@ def stacks(runs: list[Run], arrays: Arrays) -> list[Chart]:
 
 
 def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
-    """Return what the page's scripts know of a run."""
+    """Return what the page's scripts need of a run."""
     axes = {}
     for clock in CLOCKS:
         if clock in run.metrics:
@@ -155,7 +155,7 @@ def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
 
 
 def details(event: dict[str, Any]) -> str:
-    """Return the facts of an event in a few words. The file may be a stranger's."""
+    """Return an event's facts in a few words."""
     words = []
     for key in DETAILS:
         value = event.get(key)
@@ -169,7 +169,6 @@ def details(event: dict[str, Any]) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with its unit."""
     if not math.isfinite(count):
         return "unknown"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -180,9 +179,9 @@ def size(count: float) -> str:
 
 
 def bars(times: RankTimes, arrays: Arrays) -> dict[str, Any] | None:
-    """Return the seconds of each rank and part, over spans of steps; the slowest `MOST_BARS` ranks, if there are more.
+    """Return the seconds per span of steps, rank and part, for the slowest `MOST_BARS` ranks.
 
-    The time that no part has is the part `rest`.
+    The part `rest` is the time that no other part has.
     """
     if not times.ranks:
         return None

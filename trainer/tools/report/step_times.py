@@ -27,7 +27,7 @@ class RankTimes:
     Attributes:
         last: The last step of each span (spans).
         steps: Steps of each span and rank (spans, ranks).
-        seconds: Their seconds, by part in the order of `parts` and then of the whole step (spans, ranks, parts + 1).
+        seconds: Seconds by `parts`, then of the whole step (spans, ranks, parts + 1).
     """
 
     most: int
@@ -70,11 +70,7 @@ def pad(table: Table, ranks: int) -> Table:
 
 
 def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
-    """Read the file in a stream. Return the times, and one line on what is missing.
-
-    Args:
-        most: Spans of steps to keep.
-    """
+    """Read the file in a stream, into at most `most` spans. Return the times, and a note on what is missing."""
     found, lines, odd = RankTimes(most), Lines(path), 0
     pending: list[Line] = []
     for line in lines:
@@ -103,12 +99,11 @@ class Line(NamedTuple):
     ranks: list[list[Any]]
 
     def fits(self, other: "Line") -> bool:
-        """Return whether both have the same names, and as many ranks."""
         return self.names == other.names and len(self.ranks) == len(other.ranks)
 
 
 def ranks_of(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects of the ranks; none, unless all have the same keys."""
+    """Return the ranks' objects; [] unless all have the same keys."""
     ranks = line.get("ranks")
     if not isinstance(ranks, list) or not 0 < len(ranks) <= MOST_RANKS or not isinstance(ranks[0], dict):
         return []
@@ -118,7 +113,7 @@ def ranks_of(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def convert(lines: list[Line]) -> tuple[Table, Table, Table]:
-    """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n lines that fit."""
+    """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n matching lines."""
     names, ranks = lines[0].names, len(lines[0].ranks)
     flat = [[number(value) for value in rank] for line in lines for rank in line.ranks]
     values = np.array(flat).reshape(len(lines), ranks, len(names))

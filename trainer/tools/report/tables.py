@@ -66,7 +66,7 @@ def table(heads: list[str], rows: list[list[Any]], numeric_from: int = 99, id_: 
 
 
 def metrics_table(runs: list[Run]) -> Html:
-    """Return the last and best value of each metric: what a reader without curves needs."""
+    """Return the last and best value of each metric, for readers who can't see curves."""
     names = [name for name in dict.fromkeys(n for run in runs for n in run.metrics) if name not in CLOCKS]
     heads = ["Metric"] + [text for run in runs for text in (f"{run.name}, last", "best")]
     if len(runs) == 1:
@@ -97,7 +97,7 @@ def by_run(runs: list[Run], heads: list[str], rows: list[list[Any]]) -> Html:
 
 
 def advice(runs: list[Run]) -> Html:
-    """Return what the callback `advice` has found, with the line of the config that answers."""
+    """Return the findings of the callback `advice`, with the config that fixes each."""
     rows = [
         [
             run.name, f"{item['step']:,}", printable(str(item.get("text") or item["name"]))[:600],

@@ -42,7 +42,6 @@ KEYS = f"""keys:
 
 
 def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path | None, file: Path | None) -> None:
-    """Predict, and show the rows."""
     from trainer.tools.scale import output
     from trainer.tools.scale.rows import own_way, rows
     from trainer.tools.scale.work import count
@@ -79,11 +78,7 @@ def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path 
 
 
 def refuse_conflicts(config: dict[str, Any]) -> None:
-    """Refuse callbacks that do not compose, as a run does.
-
-    Raises:
-        ConfigError: The message names every conflict.
-    """
+    """Refuse callbacks that do not compose, as a run does."""
     from trainer.composition import arrange
     from trainer.config.build import build
     from trainer.config.check import LIBRARIES

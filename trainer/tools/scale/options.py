@@ -26,11 +26,7 @@ class ScaleOptions:
 
 
 def read(words: Sequence[str]) -> tuple[ScaleOptions, list[str]]:
-    """Return the options, and the words that are settings of the run.
-
-    Raises:
-        ConfigError: A value has no meaning.
-    """
+    """Return the options, and the words that are settings of the run."""
     kinds = {field.name: type(field.default) for field in fields(ScaleOptions)}
     given, rest = {}, []
     for word in words:
@@ -63,11 +59,7 @@ def value(key: str, text: str, kind: type) -> object:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return the numbers of nodes of `4`, `1,2,8` or `1..4096`, which doubles.
-
-    Raises:
-        ConfigError: There is no number, or one out of range.
-    """
+    """Return the numbers of nodes of `4`, `1,2,8` or `1..4096`, which doubles."""
     first, dots, last = text.partition("..")
     parts = [first, last] if dots else text.split(",")
     if not all(part.isdecimal() and 0 < int(part) <= MOST_NODES for part in parts) or (dots and int(first) > int(last)):

@@ -12,7 +12,7 @@ VIEW = {"trainer.ddp.gradient_as_bucket_view": True}  # the default on CUDA
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: callbacks with their knobs, and settings. `allow` is the run's `trainer.allow_targets`."""
+    """Callbacks with their knobs, and settings. `allow` is the run's `trainer.allow_targets`."""
 
     callbacks: Mapping[str, Mapping[str, Any]]
     settings: Mapping[str, Any]
@@ -20,7 +20,6 @@ class Way:
 
 
 def load() -> dict[str, Way]:
-    """Return the ways of `ways.yaml` by name."""
     found: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("ways.yaml")))
     return {name: Way(each.get("callbacks", {}), {**VIEW, **each.get("settings", {})}) for name, each in found.items()}
 

@@ -30,8 +30,8 @@ class Work:
     """The work of a recipe on a device, and its memory.
 
     Attributes:
-        precision: In which matrix products are computed.
-        frozen_bytes: Of parameters without gradient and state, which `workload` leaves out.
+        precision: The precision of matrix products.
+        frozen_bytes: Parameters without gradient and state, which `workload` leaves out.
         unknown: A line for each thing that is not in the numbers.
     """
 
@@ -42,11 +42,7 @@ class Work:
 
 
 def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) -> Work:
-    """Return the work of the recipe's samples on a device of the cluster.
-
-    Raises:
-        ConfigError: The recipe has no `flops_per_sample`, or the device's peak is unknown.
-    """
+    """Return the work of the recipe's samples on a device of the cluster."""
     recipe, model, optimizer = on_meta(config)
     precision = computed_in(config["trainer"]["precision"], cluster)
     flops = options.flops or getattr(recipe, "flops_per_sample", 0)
@@ -73,7 +69,7 @@ def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) ->
 
 
 def on_meta(config: Mapping[str, Any]) -> tuple[Any, torch.nn.Module, Mapping[str, Any]]:
-    """Return the recipe, its model on the meta device with what is frozen, and the optimizer's config.
+    """Return the recipe, its model on the meta device with parameters frozen, and the optimizer's config.
 
     Raises:
         ConfigError: The recipe needs the values of tensors, which the meta device lacks.
@@ -96,11 +92,7 @@ def on_meta(config: Mapping[str, Any]) -> tuple[Any, torch.nn.Module, Mapping[st
 
 
 def computed_in(precision: str, cluster: Cluster) -> str:
-    """Return the format of matrix products.
-
-    Raises:
-        ConfigError: The machine has no peak for it.
-    """
+    """Return the precision of matrix products."""
     found = {"auto": cluster.auto, "bf16_params": "bf16"}.get(precision, precision)
     if not cluster.tflops.get(found):
         known = ", ".join(cluster.tflops) or "no precision"
@@ -111,7 +103,7 @@ def computed_in(precision: str, cluster: Cluster) -> str:
 
 
 def kept_by(optimizer: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """Return the numbers that the optimizer keeps of a parameter, and a line if they are unknown."""
+    """Return the numbers that the optimizer keeps per parameter, and a line if that is unknown."""
     target: str = optimizer["_target_"]
     name = target.rpartition(".")[2].lower()
     if not target.startswith(OURS) or name not in KEPT:
@@ -120,7 +112,7 @@ def kept_by(optimizer: Mapping[str, Any]) -> tuple[float, list[str]]:
 
 
 def boundary(recipe: Any, model: torch.nn.Module, precision: str) -> float:
-    """Return the bytes of a sample between two blocks: tokens of the width of a block's smallest side; 0: unknown."""
+    """Return a sample's bytes between two blocks: tokens times a block's smallest width; 0: unknown."""
     tokens = getattr(recipe, "tokens_per_sample", 0)
     try:
         blocks = find_blocks(recipe, model, None, "blocks")

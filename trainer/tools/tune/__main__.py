@@ -45,7 +45,6 @@ def main() -> int:
 
 
 def command(arguments: list[str]) -> int:
-    """Search, and return the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
@@ -112,14 +111,14 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
 
 
 def way_out(tuning: Any) -> str:
-    """Return a budget in which the canary and a few trials have room."""
+    """Return a budget that suffices for the canary and a few trials."""
     trials_s = FEW * (tuning.cost_s + tuning.options.steps * tuning.today["step_s"])
     enough = math.ceil((tuning.elapsed_s + tuning.canary_s + trials_s) / 60) * 60
     return f"the search resumes from its journal with tune.budget_s={enough}"
 
 
 def hint(folder: Path, argv: Sequence[str], choice: Choice) -> str:
-    """Return what a run needs in addition to `+tuned=NAME` to find the file, without words that would override it."""
+    """Return what a run needs besides `+tuned=NAME` to find the file, and the words that would override it."""
     found = "--config-dir" in argv or folder.resolve() == CONF.resolve()
     over = [word for word in argv if word.partition("=")[0].lstrip("+") in choice.settings]
     return ("" if found else f" with --config-dir {folder}") + (f", without {' '.join(over)}" if over else "")

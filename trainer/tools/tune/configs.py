@@ -36,10 +36,9 @@ def merge(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
 
 
 def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
-    """Return all that the cost model reads of a config, as a choice.
+    """Return everything that the cost model reads of a config, as a choice.
 
-    Args:
-        cuda: Ranks train on GPUs, where DDP's gradients are views of its buckets by default.
+    `cuda`: ranks train on GPUs, where DDP's gradients are views of its buckets by default.
     """
     allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     callbacks = {}
@@ -75,7 +74,7 @@ def ranks_with_data(config: Mapping[str, Any], world: int) -> int:
 
 
 def refusal(config: dict[str, Any], world: int) -> str:
-    """Return why a run of this config would be refused at its start; empty if nothing is known."""
+    """Return why a run of this config would be refused at its start; "" if nothing is known."""
     try:
         check(config)
         options = build_options(Options, config["trainer"])
@@ -87,16 +86,12 @@ def refusal(config: dict[str, Any], world: int) -> str:
 
 
 def is_exact(config: Mapping[str, Any]) -> bool:
-    """Return whether every callback of the config leaves the numbers as they are, to rounding."""
+    """Return whether every callback preserves the numbers, up to rounding."""
     return all(callback.exact for callback in callbacks_of(config).values())
 
 
 def find_start(config: Mapping[str, Any]) -> str | None:
-    """Return the path of the checkpoint that `trainer.resume` means; None: the run begins at step 0.
-
-    Raises:
-        ConfigError: It is no checkpoint.
-    """
+    """Return the path of the checkpoint that `trainer.resume` means; None: the run begins at step 0."""
     options = config["trainer"]
     if options["resume"] is None:
         return None
@@ -107,11 +102,7 @@ def find_start(config: Mapping[str, Any]) -> str | None:
 
 
 def begun(config: Mapping[str, Any], checkpoint: str | None) -> dict[str, Any]:
-    """Return a copy of the config that begins at this checkpoint: a running job may write newer ones.
-
-    Raises:
-        ConfigError: The checkpoint is gone.
-    """
+    """Return a copy of the config that begins at this checkpoint, since a running job may write newer ones."""
     if checkpoint and not Path(checkpoint).exists():
         raise ConfigError(
             f"trainer.resume={config['trainer']['resume']}: the search began at {checkpoint}, which is gone; delete "

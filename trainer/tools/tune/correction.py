@@ -56,7 +56,7 @@ class Model:
         return replace(found, step_s=found.step_s * factor, parts=parts)
 
     def _setup(self, whole: Choice, factors: Mapping[str, float]) -> Setup:
-        """Return what is simulated: the machine and the workload with the factors."""
+        """Return the machine and the workload with the factors applied."""
         by = {name: math.exp(factors.get(name, 0.0)) for name in TRUST}
         missed_s = max(0.0, factors.get("other", 0.0)) * self.today_s
         machine = replace(
@@ -75,9 +75,9 @@ class Model:
         return with_data(setup, without_data(setup)).step_s
 
     def correct(self, measured: Sequence[tuple[Choice, float]]) -> "Model":
-        """Return the model whose factors explain the measured seconds of a step best.
+        """Return the model with the most likely factors, given measured seconds of a step.
 
-        The most likely factors: errors and factors are log-normal, with the spreads `NOISE` and `TRUST`.
+        Errors and factors are log-normal, with the spreads `NOISE` and `TRUST`.
         """
         wholes = [(self.whole(choice), seconds) for choice, seconds in measured]
 
@@ -97,12 +97,12 @@ class Model:
 
 
 def robust(error: float) -> float:
-    """Return Huber's loss (1964): one odd trial must not move every prediction."""
+    """Return Huber's loss (1964), so that one outlier does not move every prediction."""
     return error**2 if abs(error) <= 3 else 6 * abs(error) - 9
 
 
 def descend(loss: Callable[[Mapping[str, float]], float], start: dict[str, float]) -> dict[str, float]:
-    """Minimise by steps along one factor at a time, ever smaller (Hooke and Jeeves 1961)."""
+    """Minimise by ever smaller steps along one factor at a time (Hooke and Jeeves 1961)."""
     at, least = dict(start), loss(start)
     for step in STEPS:
         moved = True
@@ -126,7 +126,7 @@ def dearer(cost: CodecCost, factor: float) -> CodecCost:
 
 
 def in_words(factors: Mapping[str, float]) -> str:
-    """Return what the trials have corrected, where it matters."""
+    """Return the significant corrections in words."""
     names = {"across": "the link across", "inside": "the link inside", "compute": "the passes"}
     names |= {"codec": "codecs", "optimizer": "the optimizer"}
     found = [

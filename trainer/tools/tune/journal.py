@@ -17,14 +17,11 @@ BEGIN = b'{"event": "begin"'  # each journal starts with it
 
 
 class Journal:
-    """The lines of one search, keyed by everything that its results depend on. One process at a time writes them.
+    """The lines of one search, keyed by everything its results depend on. One process at a time writes them.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
         about: What the results depend on: the config, the machine, the settings of the search.
-
-    Raises:
-        ConfigError: The folder can't be written, or another search writes this journal.
     """
 
     def __init__(self, path: Path, about: Any) -> None:
@@ -52,7 +49,7 @@ class Journal:
         self.add("again" if self.lines else "begin", **known, by=by)
 
     def _read(self, content: bytes) -> None:
-        """Take the whole lines of a search with this key that has not ended; a kill may have cut the last one."""
+        """Take the complete lines of a search with this key that has not ended; a kill may have cut the last one."""
         self.whole = content.rfind(b"\n") + 1
         lines = []
         for text in content[: self.whole].splitlines():
@@ -69,7 +66,7 @@ class Journal:
             self.lines = lines
 
     def add(self, event: str, **values: Any) -> dict[str, Any]:
-        """Append a line; it is on the disk when this returns."""
+        """Append a line, and sync it to the disk."""
         line = {"event": event, **values}
         self.file.write(f"{json.dumps(line)}\n".encode())
         self.file.flush()
@@ -85,12 +82,9 @@ class Journal:
 
 
 def lock(file: BinaryIO, path: Path) -> None:
-    """Claim the journal until it is closed. The system drops the lock of a process that ends.
+    """Lock the journal until it is closed or the process ends.
 
     If the file system has no locks, a warning is logged instead.
-
-    Raises:
-        ConfigError: Another search has claimed it.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

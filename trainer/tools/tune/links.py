@@ -39,7 +39,7 @@ def measure_links(
     """Measure the links and codecs as this rank sees them. A collective.
 
     Returns:
-        By level, "inside", "across" and "all": the fields of its link. By codec: the fields of its cost.
+        By level, "inside", "across" and "all", the fields of its link; by codec, the fields of its cost.
     """
     ranks = Ranks(place, accelerator, backend, timeout_s)
     levels, _, _ = collectives.make_levels(ranks)
@@ -95,10 +95,9 @@ def memory_of(device: torch.device) -> float | None:
 
 
 def make_machine(answers: list[dict[str, Any]], place: Place) -> Machine:
-    """Return the machine of these ranks. Their links are the same: a collective waits for the slowest rank.
+    """Return the machine of these ranks, from their results of `measure_links`.
 
-    Args:
-        answers: Of `measure_links`, by rank.
+    Their links are the same, because a collective waits for the slowest rank.
     """
     links = {level: Link(*fields) for level, fields in answers[0]["levels"].items()}
     every = links.get("all", NO_LINK)

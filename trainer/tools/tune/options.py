@@ -40,11 +40,7 @@ class TuneOptions:
 
 
 def read_options(arguments: Sequence[str]) -> tuple[TuneOptions, list[str]]:
-    """Return the settings of the search, and the arguments of the run.
-
-    Raises:
-        ConfigError: A key under `tune` is unknown, or its value is of another type or out of range.
-    """
+    """Return the settings of the search, and the arguments of the run."""
     from omegaconf import OmegaConf
 
     own = [word.lstrip("+") for word in arguments if re.match(r"\+{0,2}tune\.", word)]

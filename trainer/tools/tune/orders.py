@@ -16,7 +16,7 @@ from trainer.tools.tune.workload import outline
 
 
 def run_order(order: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Run an order, and return its result as JSON values.
+    """Run an order on this rank, and return its result as JSON values.
 
     Args:
         order: `kind` and its arguments; `config` is that of a run.

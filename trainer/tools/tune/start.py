@@ -22,11 +22,7 @@ COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # folders of code th
 
 
 def one_job(words: list[str], tool: str) -> Job | None:
-    """Return the checked run that the arguments describe, and print its messages; None if Hydra has shown something.
-
-    Raises:
-        ConfigError: They describe several runs, or a wrong one.
-    """
+    """Return the checked run that the arguments describe, and print its messages; None if Hydra showed something."""
     jobs = compose(words, [CONF, *config_dirs(words)])
     if len(jobs) > 1:
         raise ConfigError(f"-m: gives {len(jobs)} runs, and {tool} takes one; leave -m out")
@@ -37,7 +33,7 @@ def one_job(words: list[str], tool: str) -> Job | None:
 
 
 def prepare() -> None:
-    """Set this process up as `trainer.main` does before torch loads. A signal gives processes and files back."""
+    """Set this process up as `trainer.main` does before torch loads. A signal ends it with clean-up."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     raise_file_limit()
@@ -50,14 +46,14 @@ def prepare() -> None:
 
 
 def stop(number: int, _: object) -> None:
-    """End by a signal: what holds processes and files gives them back."""
+    """Exit through the `finally` blocks that end processes and remove files."""
     raise SystemExit(128 + number)
 
 
 def run_team(
     config: dict[str, Any], work: Callable[[dict[str, Any], Place], dict[str, Any]], lead: Callable[[Any], int]
 ) -> int:
-    """Make a team of the config's ranks, or join a launcher's. Return what `lead` returns; 0 on other processes.
+    """Form a team of the config's ranks, or join a launcher's. Return the result of `lead`; 0 on other processes.
 
     Args:
         work: Runs an order on one rank, and returns its result as JSON values.

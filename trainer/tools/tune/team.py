@@ -36,7 +36,7 @@ LAUNCHERS_OWN += ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE")  # 
 
 
 class TrialFailed(Exception):
-    """A trial that gave no result, in one line."""
+    """A trial without a result; the message is one line."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Team:
         return [answers[rank] for rank in sorted(answers)]
 
     def obey(self) -> None:
-        """Run the orders of the first process until it says the end, or has ended."""
+        """Run the first process's orders until it sends the end, or has ended."""
         while True:
             self.number += 1
             try:
@@ -105,7 +105,7 @@ class Team:
                 self.store.set(f"answer-{self.number}-{rank}", json.dumps(answer))
 
     def close(self) -> None:
-        """Let the processes of other ranks go."""
+        """Release the processes of other ranks."""
         if self.store is not None and self.leads:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"order-{self.number + 1}", json.dumps(None))
@@ -145,7 +145,7 @@ class Team:
         return own or self.store.check([key])
 
     def _be(self, order: dict[str, Any], private: Path, place: Place) -> int:
-        """Be a rank: run the order and leave the answer."""
+        """Run the order as a rank, in the fork, and write the answer."""
         try:
             if not place.store:
                 os.environ["MASTER_PORT"] = str(order["port"])
@@ -170,11 +170,7 @@ def read_answer(private: Path, rank: int, code: int) -> Answer:
 
 
 def open_store(place: Place) -> Any:
-    """Open the store over which the launcher's processes meet: one of each node, or of each rank.
-
-    Raises:
-        ConfigError: The launcher has set no address.
-    """
+    """Open the store shared by the launcher's processes: one per node, or one per rank."""
     each = place.local_world if place.starts else 1
     try:
         store, _, _ = next(
@@ -186,14 +182,13 @@ def open_store(place: Place) -> Any:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
+    """Return a port of this machine on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return an error as one line."""
     if isinstance(error, tuple(EXIT_CODES)):
         return printable(str(error))
     if is_out_of_memory(error):

@@ -37,10 +37,9 @@ class Tuning:
     """A search for a faster config of one run.
 
     Args:
-        config: Today's.
-        team: The ranks.
-        journal: What an interrupted search has done, and what this one does.
-        say: Takes lines for the user.
+        config: Today's config.
+        journal: The record of an interrupted search, and of this one.
+        say: Prints a line for the user.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Tuning:
         return time.monotonic() - self.began
 
     def run(self) -> tuple[Choice, Verdict | None, Tuned, list[str]]:
-        """Search; return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
+        """Return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
         model, random, tuned, listed = self.measure()
         self.search = search = self._search(model, listed)
         best, self.why = search.run()
@@ -75,14 +74,7 @@ class Tuning:
         return best.choice, verdict, tuned, self._evidence(best, verdict, search.tried)
 
     def _once(self, event: str, failed: str, run: Callable[[], Any]) -> Any:
-        """Return the result that the journal has, or that of `run`.
-
-        Args:
-            failed: Says what did not work, for the error.
-
-        Raises:
-            ConfigError: The run gave no result.
-        """
+        """Return the journal's result of this event, or else run it. `failed` begins the error's message."""
         if known := self.journal.all(event):
             return known[0]["result"]
         try:
@@ -97,7 +89,7 @@ class Tuning:
         return self.team.run(order, limit_s)
 
     def length(self, choice: Choice) -> tuple[int, int]:
-        """Return the steps of a trial before the timed ones, and the timed ones: whole periods of synchronisation."""
+        """Return a trial's warm-up and timed steps, in whole periods of synchronisation."""
         period = self._period(choice)
         warm, steps = math.ceil(self.options.warm / period) * period, math.ceil(self.options.steps / period) * period
         if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
@@ -109,11 +101,7 @@ class Tuning:
         return max((cost.every for cost in costs_of(callbacks, allow).values() if cost), default=1)
 
     def run_trial(self, choice: Choice) -> dict[str, Any]:
-        """Run a trial of a choice.
-
-        Raises:
-            TrialFailed: It gave no result.
-        """
+        """Run a trial of a choice. Raises TrialFailed if it gives no result."""
         (warm, steps), period = self.length(choice), self._period(choice)
         refuse_part(steps, period)
         began, limit_s = time.monotonic(), self.options.limit_s
@@ -135,11 +123,7 @@ class Tuning:
         }
 
     def measure(self) -> tuple[Model, bool, Tuned, list[Choice]]:
-        """Measure today's config, the machine and the workload.
-
-        Returns:
-            The model, whether losses draw random numbers, the machine, and the choices.
-        """
+        """Return the model, whether losses draw random numbers, the machine, and the choices."""
         self.today = self._once("today", "today's config does not run", lambda: self.run_trial(NOTHING))
         self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
         limit_s, warm = self.options.limit_s, self.options.warm
@@ -195,7 +179,7 @@ class Tuning:
         return with_phases(found, self.today["phases"], setup)
 
     def _whole(self, choice: Choice) -> Choice:
-        """Return all that the cost model reads of today's config with a choice."""
+        """Return everything that the cost model reads of today's config with a choice."""
         cut = {key: value for key, value in choice.settings.items() if key in ("micro_batch", "accumulate")}
         others = {key: value for key, value in choice.settings.items() if key not in cut}
         key = repr((choice.callbacks, cut))
@@ -226,24 +210,24 @@ class Tuning:
 
     @property
     def canary_s(self) -> float:
-        """Return the seconds that the canary will take with the best choice so far."""
+        """The seconds that the canary would take with the best choice so far."""
         trials = ((NOTHING, self.today["step_s"]), (self.search.best.choice, self.search.best.step_s or 0.0))
         return self.options.pairs * sum(self.cost_s + self._steps(choice) * step_s for choice, step_s in trials)
 
     def _steps(self, choice: Choice) -> int:
-        """Return the steps of a trial in addition to the usual warm-up, whose seconds are in `cost_s`."""
+        """Return a trial's steps beyond the usual warm-up, whose seconds are in `cost_s`."""
         warm, steps = self.length(choice)
         return warm - self.options.warm + steps
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds of a trial outside its steps, with those that warm up."""
+        """The seconds of a trial outside its timed steps, including the usual warm-up."""
         if self.walls:
             return statistics.median(self.walls)
         return max(0.0, self.today["wall_s"] - self._steps(NOTHING) * self.today["step_s"])  # of the journal
 
     def _slowdown(self, choice: Choice, losses: list[float | None]) -> float:
-        """Return how many times as many steps the choice needs for the same loss; infinity beyond `tune.bound`."""
+        """Return how many times the steps the choice needs for the same loss; infinity beyond `tune.bound`."""
         if self._is_exact(choice):
             return 1.0
         steps = min(len(losses), len(self.today["losses"]))
@@ -251,7 +235,7 @@ class Tuning:
         return slowdown(own, other) if drift(own, other) <= self.options.bound else math.inf
 
     def _is_exact(self, choice: Choice) -> bool:
-        """Return whether the choice leaves the numbers as they are, to rounding."""
+        """Return whether the choice preserves the numbers, up to rounding."""
         other_batch = self.batch_norm and changes_micro_batch(self.config, choice, self.place.world)
         return not other_batch and is_exact(merge(self.config, choice))
 
@@ -303,7 +287,7 @@ class Tuning:
 
 
 def profile_steps(options: TuneOptions, step_s: float) -> int:
-    """Return the steps of a profile: they take at most half of `limit_s`, since the other half is for the passes."""
+    """Return the steps of a profile: at most half of `limit_s`, since the other half is for the passes."""
     return max(5, min(int(options.limit_s / 2 / step_s), max(10, options.steps // 2)))
 
 
