@@ -140,7 +140,7 @@ def test_a_rank_0_that_ends_too_soon_is_named(monkeypatch):
     gc.collect()
     with pytest.raises(ConfigError, match=r"^rank 0: is gone \(.*\); see its own output$"):
         for _ in range(100):  # the first messages may still leave
-            other.tell("key", 1)
+            other.publish("key", 1)
             time.sleep(0.05)
     other.leave()
 

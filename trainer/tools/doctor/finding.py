@@ -27,6 +27,13 @@ class Finding:
         return "; ".join(filter(None, (f"{self.subject}: {self.value}", self.consequence, self.way_out)))
 
 
+def find(
+    problem: object, subject: str, value: str, level: str, consequence: str, way_out: str = "", data: Any = None
+) -> Finding:
+    """Return a finding of this level if there is a problem, else the fact alone."""
+    return Finding(subject, value, level, consequence, way_out, data) if problem else Finding(subject, value, data=data)
+
+
 def in_time(limit_s: float, late: Finding, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield findings produced in a thread; after `limit_s` seconds, those produced so far and `late`.
 

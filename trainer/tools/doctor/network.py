@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.errors import ConfigError
 from trainer.process.cgroup import SYS
 from trainer.process.environment import refuse_without_loopback
-from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from trainer.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, find
 from trainer.tools.doctor.machine import read
 
 
@@ -21,9 +21,8 @@ def examine(
     for card in cards:
         yield interface(sys / "class" / "net" / card)
     if not cards:
-        yield Finding(
-            "interfaces", "none but the loopback", ERROR if nodes > 1 else NOTE, "no other machine is reached"
-        )
+        level = ERROR if nodes > 1 else NOTE
+        yield Finding("interfaces", "none but the loopback", level, "no other machine is reached")
     yield from remote_dma(sys)
     yield from named(cards, environ)
     if nodes > 1:
@@ -63,11 +62,12 @@ def remote_dma(sys: Path) -> Iterator[Finding]:
     for port in ports:
         state = read(port / "state").partition(":")[2].strip() or "unknown"
         rate, layer = read(port / "rate").strip(), read(port / "link_layer").strip()
-        card, up = port.parents[1].name, state == "ACTIVE"
-        yield Finding(
-            f"remote DMA {card}:{port.name}", f"{state}, {layer}, {rate}, NUMA node {near(port.parents[1])}",
-            OK if up else WARNING, "" if up else "NCCL can't use it, and others carry its traffic",
-            "" if up else f"see its cable and switch, or leave it out: nccl.ib_hca=^{card}",
+        card = port.parents[1].name
+        yield find(
+            state != "ACTIVE", f"remote DMA {card}:{port.name}",
+            f"{state}, {layer}, {rate}, NUMA node {near(port.parents[1])}", WARNING,
+            "NCCL can't use it, and others carry its traffic",
+            f"see its cable and switch, or leave it out: nccl.ib_hca=^{card}",
         )  # fmt: skip
 
 

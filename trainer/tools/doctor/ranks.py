@@ -38,14 +38,14 @@ class Meeting:
         self.place, self.limit_s = place, limit_s
         self.store = dist.PrefixStore("doctor", open_store(place, limit_s))
 
-    def tell(self, key: str, value: Any) -> None:
+    def publish(self, key: str, value: Any) -> None:
         """Publish a JSON value of this rank under a key. Raises ConfigError if rank 0, the store's host, has ended."""
         try:
             self.store.set(f"{key}/{self.place.rank}", json.dumps(value))
         except RuntimeError as error:
             raise ConfigError(f"rank 0: is gone ({first_line(error)}); see its own output") from None
 
-    def hear(self, key: str, rank: int, until: float) -> Any:
+    def read(self, key: str, rank: int, until: float) -> Any:
         """Return a rank's value; None if it has not arrived by `until`, on the monotonic clock."""
         name = f"{key}/{rank}"
         try:
@@ -56,19 +56,19 @@ class Meeting:
 
     def gather(self, key: str, value: Any) -> dict[int, Any] | None:
         """Return on rank 0 the values that arrive in time, by rank; None on other ranks."""
-        self.tell(key, value)
+        self.publish(key, value)
         if self.place.rank:
             return None
         until = time.monotonic() + self.limit_s
-        heard = {rank: self.hear(key, rank, until) for rank in range(self.place.world)}
+        heard = {rank: self.read(key, rank, until) for rank in range(self.place.world)}
         return {rank: value for rank, value in heard.items() if value is not None}
 
     def agree(self, key: str, value: Any, patience: float = 1.0) -> Any:
         """Return rank 0's value on all ranks; None if rank 0 does not answer."""
         if self.place.rank == 0:
-            self.tell(key, value)
+            self.publish(key, value)
             return value
-        return self.hear(key, 0, time.monotonic() + (1 + patience) * self.limit_s)
+        return self.read(key, 0, time.monotonic() + (1 + patience) * self.limit_s)
 
     def leave(self) -> None:
         """Keep rank 0, which hosts the store, until the others have read it."""

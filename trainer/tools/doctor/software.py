@@ -8,16 +8,13 @@ from importlib import metadata
 
 import trainer
 from trainer.redact import is_secret, redact_urls
-from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from trainer.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, find
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "FI_", "NVIDIA_")
 DEVELOPMENT = ("test", "peers")  # extras that no run needs
-OWN = {
-    "TORCH_CPP_LOG_LEVEL",
-    "NVIDIA_VISIBLE_DEVICES",
-    "TORCHELASTIC_ERROR_FILE",
-    "CUDA_VISIBLE_DEVICES",
-}  # differ between ranks by nature
+OWN = {  # differ between ranks by nature
+    "TORCH_CPP_LOG_LEVEL", "NVIDIA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES",
+}  # fmt: skip
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -52,11 +49,8 @@ def libraries() -> Iterator[Finding]:
     else:
         yield Finding("NCCL", "none: this torch was built without")
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding(
-        "gloo", f"as torch {torch.__version__.partition('+')[0]} has it, which reports no version" if gloo else "none",
-        OK if gloo else ERROR, "" if gloo else "several ranks can't agree on a step",
-        "" if gloo else "install a torch with gloo",
-    )  # fmt: skip
+    value = f"as torch {torch.__version__.partition('+')[0]} has it, which reports no version" if gloo else "none"
+    yield find(not gloo, "gloo", value, ERROR, "several ranks can't agree on a step", "install a torch with gloo")
 
 
 def packages() -> Iterator[Finding]:
@@ -77,9 +71,8 @@ def packages() -> Iterator[Finding]:
             found[requirement.name] = version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             if "extra ==" not in marker:
-                yield Finding(
-                    requirement.name, "missing", ERROR, "Echelon needs it", f"pip install '{requirement.name}'"
-                )
+                fix = f"pip install '{requirement.name}'"
+                yield Finding(requirement.name, "missing", ERROR, "Echelon needs it", fix)
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield Finding(

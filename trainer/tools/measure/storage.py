@@ -1,8 +1,6 @@
 """Measures a disk, and the reading of shards as training reads them."""
 
-import contextlib
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -14,43 +12,16 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
-from trainer.files import temporary_in
+from trainer.tools.doctor.disk import forget, speed
 
-CHUNK = 4 << 20  # bytes of a write
 SAMPLE_BYTES, SAMPLES, PER_SHARD = 16 << 10, 2048, 512  # of the shards that the bench makes: 32 MiB
 READ_FOR = 2.0  # shards are read for so long at most
 
 
 def disk(folder: Path, size: int) -> dict[str, float]:
-    """Return the bytes/s of writing and syncing a file of `size` bytes, and of reading it.
-
-    The system is asked to drop the file from its cache before the read. A tmpfs is read from memory nevertheless.
-    """
-    chunk, path = secrets.token_bytes(min(CHUNK, size)), temporary_in(folder)
-    count = max(1, size // len(chunk))
-    try:
-        with path.open("xb", buffering=0) as file:
-            began = time.perf_counter()
-            for _ in range(count):
-                file.write(chunk)
-            os.fsync(file.fileno())
-            write_s = time.perf_counter() - began
-        with path.open("rb", buffering=0) as file:
-            forget(file.fileno())
-            began = time.perf_counter()
-            while file.read(CHUNK):
-                pass
-            read_s = time.perf_counter() - began
-    finally:
-        path.unlink(missing_ok=True)
-    written = count * len(chunk)
-    return {"write_bytes_per_s": written / write_s, "read_bytes_per_s": written / read_s}
-
-
-def forget(descriptor: int) -> None:
-    """Ask the system to drop the file from its cache."""
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    """Return the bytes/s of writing and syncing a file of `size` bytes, and of reading it."""
+    write_s, read_s = speed(folder, size)
+    return {"write_bytes_per_s": size / write_s, "read_bytes_per_s": size / read_s}
 
 
 def shards(folder: Path, names: list[str]) -> dict[str, float]:
@@ -68,7 +39,7 @@ def shards(folder: Path, names: list[str]) -> dict[str, float]:
         for path in paths:
             if isinstance(path, Path):
                 with path.open("rb") as file:
-                    forget(file.fileno())
+                    forget(file)
         return read(index)
 
 
