@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -26,37 +27,23 @@ from trainer.precision import Precision
 from trainer.validation import Evaluator
 
 
+@dataclass
 class Inference:
-    """Runs a model over a recipe's data, split over the ranks: each sample is read by one rank.
+    """Runs a model over a recipe's data, split over the ranks: each sample is read by one rank."""
 
-    Args:
-        micro: Samples per forward pass on one rank.
-        asked: Whether `micro` overrides a data set's `validation_batch`.
-        replicas: The group over which the first rank's buffers are broadcast; None: each rank uses its own.
-        lockstep: Every forward pass needs all ranks.
-        data_rank, data_world: This rank among those that read different samples, and their number.
-        beat: Called after each batch.
-    """
-
-    def __init__(
-        self,
-        recipe: Any,
-        ranks: Ranks,
-        precision: Precision,
-        data: DataOptions,
-        *,
-        micro: int,
-        seed: int,
-        asked: bool = False,
-        replicas: ProcessGroup | None = None,
-        lockstep: bool = False,
-        data_rank: int = 0,
-        data_world: int = 1,
-        beat: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.recipe, self.ranks, self.precision, self.data = recipe, ranks, precision, data
-        self.micro, self.seed, self.replicas, self.lockstep = micro, seed, replicas, lockstep
-        self.data_rank, self.data_world, self.beat, self.asked = data_rank, data_world, beat, asked
+    recipe: Any
+    ranks: Ranks
+    precision: Precision
+    data: DataOptions
+    _: KW_ONLY
+    micro: int  # samples per forward pass on one rank
+    seed: int
+    asked: bool = False  # `micro` overrides a data set's `validation_batch`
+    replicas: ProcessGroup | None = None  # its first rank broadcasts its buffers; None: each rank uses its own
+    lockstep: bool = False  # every forward pass needs all ranks
+    data_rank: int = 0  # this rank among those that read different samples
+    data_world: int = 1  # the number of these ranks
+    beat: Callable[[], object] = lambda: None  # called after each batch
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective."""

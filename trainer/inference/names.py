@@ -15,10 +15,8 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
         return callbacks  # pyright: ignore[reportReturnType] no mapping has callbacks as its keys
     callbacks = [] if callbacks is None else callbacks
     if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
-        given = type(callbacks).__name__
-        raise ConfigError(
-            f"callbacks: is a value of type {given}; give a list, as [EMA()], or a dict of name -> callback"
-        )
+        fix = "give a list, as [EMA()], or a dict of name -> callback"
+        raise ConfigError(f"callbacks: is a value of type {type(callbacks).__name__}; {fix}")
     named: dict[str, Callback] = {}
     for callback in callbacks:
         refuse_no_callback("callbacks", callback)
@@ -29,9 +27,6 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
                 f"{{'a': {kind}(...), 'b': {kind}(...)}}"
             )
         named[name] = callback
-    return {"progress": Progress(), **named} if in_notebook() else named
-
-
-def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython() if ipython else None, "kernel")
+    in_notebook = hasattr(ipython.get_ipython() if ipython else None, "kernel")  # Jupyter's or Colab's
+    return {"progress": Progress(), **named} if in_notebook else named

@@ -23,9 +23,8 @@ class CSV(Logger):
         self.last: int | None = None  # the step at which the run begins, until the first row is written
 
     def on_fit_start(self, trainer) -> None:
-        if trainer.rank:
-            return
-        self.file, self.last = Appended(trainer.run_dir / "metrics.csv"), trainer.step
+        if trainer.rank == 0:
+            self.file, self.last = Appended(trainer.run_dir / "metrics.csv"), trainer.step
 
     def on_fit_end(self, trainer) -> None:
         if self.file is not None:
@@ -34,14 +33,14 @@ class CSV(Logger):
     def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         assert self.file
         if self.last is not None:
-            self._go_on(self.last)
+            self._resume(self.last)
         row = self.row(trainer, numbers)
         columns = [*self.columns, *(name for name in row if name not in self.columns)]
         if len(columns) > len(self.columns):
             self._replace(columns, self._lines()[1:])
         self.file.write(text([[row.get(name, "") for name in self.columns]]).encode())
 
-    def _go_on(self, last: int) -> None:
+    def _resume(self, last: int) -> None:
         """Drop rows after step `last`, and an incomplete last line of a killed process."""
         self.last, lines = None, self._lines()
         self.columns, rows = lines[0] if lines else [], lines[1:]
@@ -62,9 +61,8 @@ class CSV(Logger):
         """Rewrite the file. While the disk is full, rows keep the old columns."""
         assert self.file
         try:
-            write_whole(
-                self.file.path, text([columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]).encode()
-            )
+            padded = [row + [""] * (len(columns) - len(row)) for row in rows]
+            write_whole(self.file.path, text([columns, *padded]).encode())
             self.columns = columns
         except OSError as error:
             if not self.full:

@@ -46,7 +46,8 @@ class Events(Callback):
 
     def on_fit_end(self, trainer) -> None:
         if error := sys.exc_info()[1]:  # the one that ends the run
-            self._write(trainer, "crash", {"error": one_line(error)})
+            lines = [line for line in message(error).splitlines() if not line.startswith(" ")]  # no stack frames
+            self._write(trainer, "crash", {"error": lines[-1][:500]})
         else:
             self._write(trainer, "stop", {"reason": trainer.stop_reason, "seconds": round(trainer.seconds, 3)})
 
@@ -65,9 +66,3 @@ def is_torn(file: Path) -> bool:
             return lines.seek(0, os.SEEK_END) > 0 and lines.seek(-1, os.SEEK_END) >= 0 and lines.read(1) != b"\n"
     except OSError:
         return False
-
-
-def one_line(error: BaseException) -> str:
-    """Return the last line of the message that is no stack frame, at most 500 characters."""
-    lines = [line for line in message(error).splitlines() if not line.startswith(" ")]
-    return lines[-1][:500]

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 import tempfile
 from functools import partial
 from importlib.util import find_spec
@@ -20,10 +19,10 @@ from trainer.metrics.media import Histogram, Image
 from trainer.redact import redact_urls
 
 MOST_PARAMS, MOST_TEXT = 100, 6000  # of a request; of a value, by MLflow's limits
-# Of artifacts. With others a server could name a file of this machine, or another run, whose artifacts it names next.
+# URI schemes of artifacts. With others, a server could name a file on this machine, or another run's artifacts.
 REMOTE = ("mlflow-artifacts", "http", "https", "s3", "gs", "wasbs", "abfss", "hdfs", "dbfs", "ftp", "sftp")
 PASSES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")
-# `Sender` tries again itself, and a terminal has our lines alone.
+# `Sender` retries by itself, and the terminal shows only our lines.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -59,12 +58,6 @@ class MLflow(SendingLogger):
                     os.environ[name] = value
                     trainer.undo.callback(os.environ.pop, name, None)
 
-    def on_fit_end(self, trainer) -> None:
-        if self.sender is not None:
-            status = "FAILED" if sys.exc_info()[1] else "KILLED" if trainer.stop_reason == "signal" else "FINISHED"
-            self.sender.put(partial(self._end, status))
-            self.sender.close()
-
     def begin(self, trainer: Context) -> Sender:
         sender, name = Sender("mlflow", is_away), self.name or trainer.run_dir.name
         sender.put(partial(self._start, trainer.run_dir / "mlflow.json", name, settings_of(trainer)))
@@ -88,7 +81,9 @@ class MLflow(SendingLogger):
                 log.warning("mlflow: %s: the server has no such run (%s); a new one begins", file, error.error_code)
                 run_id = ""
         if not run_id:
-            run_id = self.client.create_run(self._experiment_id(), run_name=name).info.run_id
+            experiment = self.client.get_experiment_by_name(self.experiment)
+            id_ = experiment.experiment_id if experiment else self.client.create_experiment(self.experiment)
+            run_id = self.client.create_run(id_, run_name=name).info.run_id
             write_json(file, {"run_id": run_id})
         self._log_settings(run_id, settings, known)
         self.run_id, self.artifacts = run_id, self._artifacts_of(run_id)
@@ -105,10 +100,6 @@ class MLflow(SendingLogger):
             redact_urls(found) or "no place",
         )
         return ""
-
-    def _experiment_id(self) -> str:
-        found = self.client.get_experiment_by_name(self.experiment)
-        return found.experiment_id if found else self.client.create_experiment(self.experiment)
 
     def _log_settings(self, run_id: str, settings: dict[str, Value], known: dict[str, str]) -> None:
         """Log settings as parameters. MLflow's are immutable, so a value that a resume changes becomes a tag."""
@@ -145,9 +136,9 @@ class MLflow(SendingLogger):
             place = get_artifact_repository(self.artifacts, tracking_uri=self.client.tracking_uri)
             place.log_artifact(str(file), valid(name))
 
-    def _end(self, status: str) -> None:
+    def end(self, failed: bool, stopped: bool) -> None:
         if self.run_id:
-            self.client.set_terminated(self.run_id, status)
+            self.client.set_terminated(self.run_id, "FAILED" if failed else "KILLED" if stopped else "FINISHED")
 
 
 def valid(name: str) -> str:

@@ -1,5 +1,6 @@
 """Makes a logger's calls on a separate thread, so that an unreachable server neither delays nor ends training."""
 
+import sys
 import threading
 import time
 from abc import abstractmethod
@@ -37,14 +38,13 @@ class Sender:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, call: Callable[[], object]) -> None:
-        """Queue a call without waiting."""
         with self.changed:
             lost = len(self.calls) >= MOST
             if not lost:
                 self.calls.append(call)
                 self.changed.notify()
         if lost:
-            self._tell("lost", f"more than {MOST} writes wait; new ones are lost")
+            self._report("lost", f"more than {MOST} writes wait; new ones are lost")
         if not self.thread.ident:
             self.thread.start()
 
@@ -57,7 +57,7 @@ class Sender:
             self.changed.notify()
         self.thread.join(timeouts.LOGGER_S)
         if self.calls:
-            self._tell("end", f"{len(self.calls)} writes did not arrive before the end of the run")
+            self._report("end", f"{len(self.calls)} writes did not arrive before the end of the run")
 
     def _run(self) -> None:
         while True:
@@ -84,9 +84,9 @@ class Sender:
         except Exception as error:
             reason = printable(" ".join(str(error).split()))[:300] or type(error).__name__
             if self.is_away(error):
-                self._tell("away", f"{reason}; training continues, and writes wait until there is an answer")
+                self._report("away", f"{reason}; training continues, and writes wait until there is an answer")
                 return False
-            self._tell("refused", f"{reason}; training continues, and this is left out")
+            self._report("refused", f"{reason}; training continues, and this is left out")
         else:
             if "away" in self.troubles:
                 self.troubles.discard("away")
@@ -94,7 +94,7 @@ class Sender:
         self.calls.popleft()
         return True
 
-    def _tell(self, trouble: str, text: str) -> None:
+    def _report(self, trouble: str, text: str) -> None:
         if trouble not in self.troubles:
             self.troubles.add(trouble)
             log.warning("%s: %s", self.name, text)
@@ -116,6 +116,15 @@ class SendingLogger(Logger):
     @abstractmethod
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Send a text, an image or a histogram."""
+
+    @abstractmethod
+    def end(self, failed: bool, stopped: bool) -> None:
+        """End the logger's run: the run has failed, was stopped by a signal, or is complete."""
+
+    def on_fit_end(self, trainer) -> None:
+        if self.sender is not None:
+            self.sender.put(partial(self.end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
+            self.sender.close()
 
     def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         self._put(trainer, partial(self.log_numbers, dict(numbers), trainer.step, time.time()))

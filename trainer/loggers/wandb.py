@@ -5,7 +5,6 @@ import json
 import netrc
 import os
 import secrets
-import sys
 import tempfile
 from contextlib import suppress
 from functools import partial
@@ -48,11 +47,6 @@ class WandB(SendingLogger):
         self.project, self.entity, self.name = project, entity, name
         self.mode: Literal["online", "offline"] = mode
         self.run: Any = None  # wandb's
-
-    def on_fit_end(self, trainer) -> None:
-        if self.sender is not None:
-            self.sender.put(partial(self._end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
-            self.sender.close()
 
     def begin(self, trainer: Context) -> Sender:
         sender = Sender("wandb", lambda error: False)
@@ -110,7 +104,7 @@ class WandB(SendingLogger):
                 file.flush()
                 self._log({name: wandb.Image(file.name)}, step)
 
-    def _end(self, failed: bool, stopped: bool) -> None:
+    def end(self, failed: bool, stopped: bool) -> None:
         if self.run is not None:
             if stopped:
                 self.run.mark_preempting()

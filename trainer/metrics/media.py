@@ -17,8 +17,6 @@ COLOURS = {1: 0, 3: 2, 4: 6}  # channels -> PNG's colour type
 
 
 class Image(NamedTuple):
-    """A PNG image, with its size in pixels."""
-
     png: bytes
     height: int
     width: int
@@ -73,10 +71,10 @@ def to_image(pixels: Tensor) -> Image:
     rows = np.concatenate([np.zeros((height, 1), np.uint8), array.reshape(height, -1)], axis=1)  # 0: no filter
     header = struct.pack(">IIBBBBB", width, height, 8, COLOURS[channels], 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b"")]
-    parts = [
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    ]
-    return Image(b"\x89PNG\r\n\x1a\n" + b"".join(parts), height, width, channels)
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        png += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return Image(png, height, width, channels)
 
 
 def to_histogram(values: Tensor) -> Histogram:

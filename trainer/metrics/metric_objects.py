@@ -94,7 +94,6 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def modules_in(value: Any) -> list[nn.Module]:
-    """Return the modules in a module, or in the values of a dict."""
     if isinstance(value, dict):
         return [module for each in value.values() for module in modules_in(each)]
     return list(value.modules()) if isinstance(value, nn.Module) else []
@@ -105,9 +104,8 @@ def numbers(name: str, value: Any) -> dict[str, float]:
     named = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
     for key, one in named.items():
         if not is_one_number(one):
-            raise ConfigError(
-                f"recipe.metrics(): {key} computes {describe(one)}; give an object that computes one number"
-            )
+            fix = "give an object that computes one number"
+            raise ConfigError(f"recipe.metrics(): {key} computes {describe(one)}; {fix}")
     return {key: float(one) for key, one in named.items()}
 
 
@@ -130,7 +128,7 @@ def kept(parts: Iterable[Any]) -> Iterator[None]:
     """Restore the objects' attributes on exit: numbers, tensors, and the members of lists, sets and dicts."""
     attributes = [vars(part) for part in parts if hasattr(part, "__dict__")]
     before = [
-        {name: copied(value) for name, value in own.items() if not (name.startswith("_") and isinstance(value, dict))}
+        {name: copied(each) for name, each in own.items() if not (name.startswith("_") and isinstance(each, dict))}
         for own in attributes
     ]
     try:

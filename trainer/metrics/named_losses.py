@@ -32,9 +32,7 @@ class NamedLosses:
         if (step := self.step()) is not None:
             self.parts = self.parts if step == self.noted else []
             self.noted = step
-            self.parts.append(
-                {k: value.detach() if isinstance(value, Tensor) else value for k, value in others.items()}
-            )
+            self.parts.append({k: v.detach() if isinstance(v, Tensor) else v for k, v in others.items()})
         return found["loss"]
 
     def sums(self, weights: Sequence[int]) -> dict[str, tuple[float, int]]:

@@ -77,7 +77,6 @@ class TrainLoss:
         return self.spoils or self.streak > 1 or (self.since is not None and self.finite_at is None)
 
     def refusal(self, step: int, checkpoint: str) -> NumericsError:
-        """Return the error for a run that ended because its numbers are not finite."""
         fix = "lower optimizer.lr, or check the data or the loss"
         if self.finite_at is None:
             return NumericsError(f"train/loss was finite at no logged step up to step {step}; {fix}")

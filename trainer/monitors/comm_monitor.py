@@ -14,7 +14,6 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.comm.watch import Call, watched
-from trainer.context import Context
 from trainer.files import Appended
 from trainer.log import log
 
@@ -62,7 +61,8 @@ class CommMonitor(Callback):
 
     def on_fit_start(self, trainer) -> None:
         self.groups = Groups(trainer.ranks)
-        self.buckets = Numbers(trainer)
+        buckets = enumerate(trainer.buckets)
+        self.numbers = {frozenset(id(trainer.parameters[i]) for i in each): n for n, each in buckets}
         self.step = trainer.step
         if trainer.rank == 0:
             self.file = Appended(trainer.run_dir / "comm.jsonl")
@@ -70,7 +70,7 @@ class CommMonitor(Callback):
         trainer.undo.enter_context(watched(self._take))
 
     def _take(self, call: Call) -> None:
-        if not self.groups.agrees(call.group):
+        if call.group.group_name not in self.groups.own:
             self.calls.append(call)
 
     def on_step_end(self, trainer) -> None:
@@ -88,9 +88,15 @@ class CommMonitor(Callback):
 
     def _add(self, call: Call) -> None:
         level, ranks = self.groups.describe(call.group)
-        kind = Kind(call.collective, self.buckets.of(call.bucket), level, ranks, call.waits)
+        kind = Kind(call.collective, self._number(call.bucket), level, ranks, call.waits)
         count, size, seconds = self.sums.get(kind, (0, 0, 0.0))
         self.sums[kind] = count + 1, size + call.bytes, seconds + (call.seconds() if call.waits else 0.0)
+
+    def _number(self, bucket: Bucket | None) -> int | None:
+        """Return a bucket's number: the strategy's buckets come first, then others in the order of their reduction."""
+        if bucket is None or not bucket.pieces:
+            return None
+        return self.numbers.setdefault(frozenset(id(piece.param) for piece in bucket.pieces), len(self.numbers))
 
     def _lines(self, step: int) -> list[dict[str, Any]]:
         for name in sorted({kind.collective for kind in self.sums if not kind.timed} - self.untimed):
@@ -121,28 +127,11 @@ class Groups:
         self.own = {group.group_name for group in own if group is not None}
         self.known: dict[str, tuple[str, int]] = {}  # by name: a group that is held here could not be destroyed
 
-    def agrees(self, group: dist.ProcessGroup) -> bool:
-        return group.group_name in self.own
-
     def describe(self, group: dist.ProcessGroup) -> tuple[str, int]:
-        """Return the level of the group, and its number of ranks."""
         if group.group_name not in self.known:
             members = dist.get_process_group_ranks(group)
             self.known[group.group_name] = level_of(members, self.per_node), len(members)
         return self.known[group.group_name]
-
-
-class Numbers:
-    """Numbers buckets: the strategy's own first, then others in the order in which they are reduced."""
-
-    def __init__(self, trainer: Context) -> None:
-        self.known = {frozenset(id(trainer.parameters[i]) for i in each): n for n, each in enumerate(trainer.buckets)}
-
-    def of(self, bucket: Bucket | None) -> int | None:
-        if bucket is None or not bucket.pieces:
-            return None
-        key = frozenset(id(piece.param) for piece in bucket.pieces)
-        return self.known.setdefault(key, len(self.known))
 
 
 def line(kind: Kind, count: int, size: int, seconds: float) -> dict[str, Any]:

@@ -40,10 +40,10 @@ def main() -> int:
     parser = ArgumentParser(
         "echelon lr_find", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--min", type=float, default=1e-7, metavar="RATE", help="the first rate; without it 1e-7")
-    parser.add_argument("--max", type=float, default=10.0, metavar="RATE", help="the last rate; without it 10")
-    parser.add_argument("--steps", type=int, default=100, help="steps from the first to the last; without it 100")
-    parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="seconds at most; without it 3600")
+    parser.add_argument("--min", type=float, default=1e-7, metavar="RATE", help="the first rate (default: 1e-7)")
+    parser.add_argument("--max", type=float, default=10.0, metavar="RATE", help="the last rate (default: 10)")
+    parser.add_argument("--steps", type=int, default=100, help="steps from the first to the last (default: 100)")
+    parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="seconds at most (default: 3600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes rates, losses and suggestions")
     parser.add_argument("--png", type=Path, metavar="FILE", help="writes the curve; needs matplotlib")
     options, words = parser.parse_known_args()
@@ -66,9 +66,9 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
 
         config = of_trial(job.config, team.folder, 1, options.limit_s, options.steps)
         config["trainer"] |= {"max_steps": options.steps, "max_epochs": None, "resume": None}
-        order = {"config": config, "folder": str(team.folder), "min": options.min, "max": options.max}
+        task = {"config": config, "folder": str(team.folder), "min": options.min, "max": options.max}
         try:
-            show(team.run(order, options.limit_s)[0]["losses"], options)
+            show(team.run(task, options.limit_s)[0]["losses"], options)
         except TrialFailed as error:
             raise ConfigError(f"the run does not train: {error}") from None
         return 0
@@ -77,7 +77,6 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Refuse options that can't work."""
     require("--min", options.min, above=0)
     require("--steps", options.steps, at_least=LEAST_STEPS)
     require("--limit-s", options.limit_s, above=0)
@@ -89,7 +88,7 @@ def refuse(options: argparse.Namespace) -> None:
     require_matplotlib(options.png)
 
 
-def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
+def sweep(task: dict[str, Any], place: Place) -> dict[str, Any]:
     """Train with growing rates on this rank. Return each step's mean loss over all ranks, as JSON values."""
     import torch
 
@@ -101,7 +100,7 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
     class Growing(Schedule):
         def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> Rate:
             factor = schedule.factor_of_batch(batch) if isinstance(schedule, Schedule) else 1.0
-            return GrowingRate(factor / order["config"]["optimizer"]["lr"], steps, order["min"], order["max"])
+            return GrowingRate(factor / task["config"]["optimizer"]["lr"], steps, task["min"], task["max"])
 
     class Watch(Callback):
         """Records the losses, and ends the run. The sums are equal on all ranks, so all end together."""
@@ -116,8 +115,8 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
                 trainer.emit("on_flush")  # what is deferred needs its peers
                 raise Over
 
-    losses, steps = list[float](), order["config"]["trainer"]["max_steps"]
-    components = build_components(order["config"])
+    losses, steps = list[float](), task["config"]["trainer"]["max_steps"]
+    components = build_components(task["config"])
     schedule, components["schedule"] = components["schedule"], Growing()
     components["callbacks"]["lr_find"] = Watch()
     trainer = Trainer(**components, place=place, name="lr_find")
@@ -164,7 +163,6 @@ def diverged(losses: Sequence[float]) -> bool:
 
 
 def slope(values: Sequence[float]) -> float:
-    """Return the least-squares slope of a line through equally spaced values."""
     middle = (len(values) - 1) / 2
     weights = [number - middle for number in range(len(values))]
     return sum(map(operator.mul, weights, values)) / sum(weight * weight for weight in weights)
@@ -188,7 +186,6 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]
 
 
 def show(losses: list[float | None], options: argparse.Namespace) -> None:
-    """Print the curve and the suggestions, and write the files."""
     finite = [loss for loss in losses if loss is not None]
     if len(finite) < min(LEAST_LOSSES, len(losses)):
         last = rate(len(losses) - 1, options.steps, options.min, options.max)

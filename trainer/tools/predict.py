@@ -20,7 +20,6 @@ def main() -> int:
 
 @no_folders_if_refused()
 def predict(arguments: argparse.Namespace) -> int:
-    """Write the output of `recipe.predict` for each sample, in the order of the data."""
     refuse_format(arguments.output)
     make_parent("--output", arguments.output)
     predictions = stored.on_ranks(arguments, stored.predict)

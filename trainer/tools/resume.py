@@ -22,7 +22,6 @@ WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all k
 
 
 def resume(folder: Path, overrides: list[str]) -> int:
-    """Resume from the run's newest checkpoint, and return the exit code."""
     for job in composed(folder, overrides):
         check(job.config)
         return run(job.config, folder.name, ["resume", str(folder), *job.argv], job.messages)
@@ -56,7 +55,11 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
         OmegaConf.save(OmegaConf.merge({"defaults": defaults}, stored, {"hydra": hydra}, {"hydra": searched}), primary)
         jobs = compose(words, [CONF, *config_dirs(overrides)], primary)
     for job in jobs:
-        refuse_elsewhere(job.config["trainer"], folder)
+        if (given := job.config["trainer"].get("run_dir")) != str(folder):  # it would begin without a checkpoint
+            raise ConfigError(
+                f"trainer.run_dir={as_yaml(given)}: a resume continues in the run's own folder {folder}; leave this "
+                f"out, or give the whole command of the run with it and trainer.resume={folder}"
+            )
     return jobs
 
 
@@ -89,15 +92,6 @@ def typed(value: Any) -> str:
         return f"[{','.join(map(typed, value))}]"
     text = printable(str(value)) if isinstance(value, str) else as_yaml(value)
     return "VALUE" if "${" in text else text if re.fullmatch(r"[\w./-]+", text) else f'"{text}"'
-
-
-def refuse_elsewhere(options: dict[str, Any], folder: Path) -> None:
-    """Refuse overrides with which the run would begin in another folder, without a checkpoint."""
-    if (given := options.get("run_dir")) != str(folder):
-        raise ConfigError(
-            f"trainer.run_dir={as_yaml(given)}: a resume continues in the run's own folder {folder}; leave this out, "
-            f"or give the whole command of the run with it and trainer.resume={folder}"
-        )
 
 
 def read(folder: Path) -> Any:

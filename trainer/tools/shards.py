@@ -101,7 +101,7 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool)
         if classes and not source.is_dir():
             raise DataError(f"{source}: --classes takes a folder with a folder per class")
         found = with_classes(grouped(source), folder) if classes else samples(source)
-        paths = write_shards(found, folder, prefix, per_shard, packed)
+        paths = write_shards(found, folder, prefix, per_shard, lambda shard, n: say(f"packed {shard}: {n} samples"))
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise DataError(f"{reason}; make room or make it writable, or give another folder") from None
@@ -110,13 +110,9 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool)
     say(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
 
 
-def packed(shard: str, done: int) -> None:
-    say(f"packed {shard}: {done} samples")
-
-
 def samples(source: Path) -> Iterator[dict[str, Any]]:
     if source.is_dir():
-        return of_folder(source)
+        return (read_files(key, files) for key, files in grouped(source).items())
     if source.suffix == ".jsonl":
         return of_lines(source)
     if source.suffix == ".parquet":
@@ -124,14 +120,8 @@ def samples(source: Path) -> Iterator[dict[str, Any]]:
     raise DataError(f"{source}: is not a folder, .jsonl or .parquet")
 
 
-def of_folder(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a folder, by name. Files of one key form a sample: `a/7.jpg`, `a/7.json`."""
-    for key, files in grouped(source).items():
-        yield read_files(key, files)
-
-
 def grouped(source: Path) -> dict[str, dict[str, Path]]:
-    """Return the files of a folder by key and extension, in the order of their names."""
+    """Return the files of a folder by key and extension, in order. `a/7.jpg` and `a/7.json` form a sample `a/7`."""
     names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     found: dict[str, dict[str, Path]] = {}
     for name in names:

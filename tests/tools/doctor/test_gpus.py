@@ -50,7 +50,7 @@ def test_what_makes_a_gpu_slow_or_full_or_lost(sys):
     hot, full = free(pci=ONE, reasons=0x40 | 0x1), Device(pci=TWO, memory=40 << 30)
     lost = free(codes={"handle": pynvml.NVML_ERROR_GPU_IS_LOST})
     _, first, second, third, *_ = examine(sys, hot, full, lost)
-    assert first.level == WARNING and "held down by thermal slowdown by the hardware" in first.consequence
+    assert first.level == WARNING and "throttled by thermal slowdown by the hardware" in first.consequence
     assert second.level == WARNING and second.consequence == "others use 40 GiB of it"
     assert third.level == ERROR and third.line().startswith("GPU 2: NVML: GPU is lost; a rank on it can't start")
 
@@ -194,7 +194,7 @@ def test_gpus_without_a_driver_and_none_at_all(sys, tmp_path):
     assert lacking[0].level == WARNING and lacking[0].value == f"2 of NVIDIA on the PCI bus ({ONE}, {TWO})"
     assert "Driver Not Loaded; load the NVIDIA driver" in lacking[0].consequence
     (none,) = examine(tmp_path / "empty", init=pynvml.NVML_ERROR_NO_PERMISSION)
-    assert none.level == NOTE and none.value == "none to be seen" and "access to /dev/nvidiactl" in none.consequence
+    assert none.level == NOTE and none.value == "none found" and "access to /dev/nvidiactl" in none.consequence
     assert examine(tmp_path / "empty")[1].value == "the driver shows none"
 
 

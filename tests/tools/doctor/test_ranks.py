@@ -65,7 +65,7 @@ def one_stays_away(place: Place):
 def test_a_rank_that_does_not_come_has_a_name():
     first, _, third = run_ranks(3, one_stays_away)
     missing = Finding(
-        "ranks", "2 of 3 came in 1 s; rank 1 did not", ERROR, "a run would wait for them", "see their own output"
+        "ranks", "2 of 3 arrived within 1 s; rank 1 did not", ERROR, "a run would wait for them", "see their own output"
     )
     assert first == ([0, 2], [missing]) and third == ([], [])
 

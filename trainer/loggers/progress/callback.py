@@ -49,9 +49,8 @@ class Progress(Callback):
                 print(line, flush=True)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        log.info(
-            "step %s  %s", self._position(trainer), "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        )
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        log.info("step %s  %s", self._position(trainer), numbers)
 
     def on_fit_end(self, trainer) -> None:
         if self.bar is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.files import Appended, finite
 from trainer.log import log
-from trainer.monitors.advice import kernels, link
+from trainer.monitors.advice import kernels
 from trainer.monitors.advice.rules import ALL, MOST_MEMORY, Finding, Run, find
 from trainer.monitors.candidates import accepts
 from trainer.monitors.memory.callback import count
@@ -25,6 +26,9 @@ from trainer.parallel.forward_backward import ForwardBackward
 from trainer.process import cgroup
 
 MOST = 5  # findings that the end of the run repeats
+PCI = Path("/sys/bus/pci/devices")
+# Share of a PCIe lane's gigatransfers/s that is payload: 8b/10b up to 5, then 128b/130b; PAM4 from 64 on.
+CODED = {2.5: 0.8, 5.0: 0.8, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
 MEASURED = ("time/", "gpu/", "perf/", "advice/")  # numbers that a warm-up changes
 
 
@@ -54,9 +58,6 @@ class Advice(Callback):
         compiles = any(callback.role == Role.COMPILE for callback in trainer.callbacks.values())
         if trainer.rank or trainer.device.type != "cuda" or compiles:
             return run
-        return self._watch_first(run)
-
-    def _watch_first(self, run: ForwardBackward) -> ForwardBackward:
         watched = False
 
         def passes(data: Step, total: Callable[[], int]) -> list[Tensor]:
@@ -166,7 +167,7 @@ def facts(trainer: Context) -> Run:
         profiles="profiler" in trainer.callbacks,
         offloads=next(moves, ""),
         skips=saves.when_busy == "skip",
-        pcie_mib_s=link.speed(link.PCI / pci_address(trainer.device)) if cuda else 0.0,
+        pcie_mib_s=link_speed(PCI / pci_address(trainer.device)) if cuda else 0.0,
         fits=partial(fits, trainer),
         accepts=partial(accepts, trainer),
     )
@@ -187,3 +188,17 @@ def fits(trainer: Context) -> int:
     if not use.limit or not use.rest:
         return 0
     return int(trainer.plan.micro * (MOST_MEMORY * use.limit - (use.peak - use.rest)) / use.rest)
+
+
+def link_speed(device: Path) -> float:
+    """Return a PCIe link's payload rate in MiB/s, each way; 0 if unknown.
+
+    An idle GPU slows its link down, so the maximum speed counts; the width is that of the slot.
+    """
+    try:
+        rate = re.match(r"[\d.]+", (device / "max_link_speed").read_text())
+        lanes = int((device / "current_link_width").read_text())
+    except (OSError, ValueError):
+        return 0.0
+    transfers = float(rate[0]) if rate else 0.0
+    return transfers * CODED.get(transfers, 0.0) * 1e9 / 8 * lanes / (1 << 20)

@@ -79,6 +79,5 @@ def searches_for_nothing(model: Any) -> float:
 
 
 def graph_breaks() -> float:
-    """Return the number of places at which torch.compile has broken graphs in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return float(len(dynamo.utils.counters["graph_break"])) if dynamo else 0.0

@@ -191,58 +191,46 @@ def optimizer(numbers: Numbers, run: Run) -> Finding | None:
     return Finding("optimizer", groups, 0, text, f"optimizer.{way}=true")
 
 
-def tf32(numbers: Numbers, run: Run) -> Finding | None:
-    if not numbers.get("kernel/without_tf32"):
-        return None
-    text = "matrix products are in float32 on a GPU with TF32, whose tensor cores they do not use"
-    return Finding("tf32", 1, 0, text, "trainer.precision=tf32")
+def above_0(name: str, number: str, text: str, config: Callable[[Run], str]) -> Rule:
+    """Return a rule for a number that should be 0. The text may show it as `{}`."""
 
+    def rule(numbers: Numbers, run: Run) -> Finding | None:
+        value = numbers.get(number, 0.0)
+        return Finding(name, value, 0, text.format(f"{value:.0f}"), config(run)) if value else None
 
-def graph_breaks(numbers: Numbers, run: Run) -> Finding | None:
-    breaks = numbers.get("kernel/graph_breaks", 0.0)
-    if not breaks:
-        return None
-    text = f"torch.compile has cut graphs at {breaks:.0f} place(s), and runs them in parts"
-    return Finding("graph_breaks", breaks, 0, text, trace(run, "with_stack=true"))
-
-
-def recompiles(numbers: Numbers, run: Run) -> Finding | None:
-    times = numbers.get("compile/recompiles", 0.0)
-    if not times:
-        return None
-    text = f"a block was compiled {times:.0f} more time(s), for inputs of other shapes; pad batches to few shapes"
-    return Finding("recompiles", times, 0, text, trace(run, "record_shapes=true"))
-
-
-def unused_parameters(numbers: Numbers, run: Run) -> Finding | None:
-    if not numbers.get("kernel/no_unused_parameters"):
-        return None
-    text = "DDP looks for unused parameters in each step, and has found none"
-    return Finding("unused_parameters", 1, 0, text, "trainer.ddp.find_unused_parameters=false")
-
-
-def gradient_layout(numbers: Numbers, run: Run) -> Finding | None:
-    if not numbers.get("kernel/copied_gradients"):
-        return None
-    text = "a gradient has other strides than its bucket, so DDP copies it; make the parameter contiguous"
-    return Finding("gradient_layout", 1, 0, text, trace(run, "with_stack=true"))
+    rule.__name__ = name
+    return rule
 
 
 RULES: tuple[Rule, ...] = (
-    utilisation, swing, communication, data_wait, checkpoint, straggler, memory_skew, pcie, batch,
-    attention, optimizer, tf32, graph_breaks, recompiles, unused_parameters, gradient_layout,
+    utilisation, swing, communication, data_wait, checkpoint, straggler, memory_skew, pcie, batch, attention, optimizer,
+    above_0(
+        "tf32", "kernel/without_tf32", "matrix products are in float32 on a GPU with TF32, whose tensor cores they do "
+        "not use", lambda run: "trainer.precision=tf32",
+    ),
+    above_0(
+        "graph_breaks", "kernel/graph_breaks", "torch.compile has cut graphs at {} place(s), and runs them in parts",
+        lambda run: trace(run, "with_stack=true"),
+    ),
+    above_0(
+        "recompiles", "compile/recompiles", "a block was compiled {} more time(s), for inputs of other shapes; pad "
+        "batches to few shapes", lambda run: trace(run, "record_shapes=true"),
+    ),
+    above_0(
+        "unused_parameters", "kernel/no_unused_parameters", "DDP looks for unused parameters in each step, and has "
+        "found none", lambda run: "trainer.ddp.find_unused_parameters=false",
+    ),
+    above_0(
+        "gradient_layout", "kernel/copied_gradients", "a gradient has other strides than its bucket, so DDP copies it; "
+        "make the parameter contiguous", lambda run: trace(run, "with_stack=true"),
+    ),
 )  # fmt: skip
 
 
-def share_of(part: str, numbers: Numbers) -> float:
-    step = numbers.get("time/step", 0.0)
-    return seconds(part, numbers) / step if step else 0.0
-
-
 def wait_share(part: str, numbers: Numbers) -> float:
-    """Return the share of a step's wait; 0 for a wait for data that workers could not shorten."""
-    short = part == "data" and seconds(part, numbers) < HANDOVER
-    return 0.0 if short else share_of(part, numbers)
+    """Return the share of a step's wait; 0 if it is unknown, or a wait for data that workers could not shorten."""
+    wait, step = seconds(part, numbers), numbers.get("time/step", 0.0)
+    return 0.0 if not step or (part == "data" and wait < HANDOVER) else wait / step
 
 
 def seconds(part: str, numbers: Numbers) -> float:
@@ -273,7 +261,6 @@ def remedy(run: Run, *symptoms: Symptom) -> str:
 
 
 def trace(run: Run, knob: str = "") -> str:
-    """Return the arguments that record a trace."""
     words = ["" if run.profiles else in_words("profiler", {}), f"callbacks.profiler.{knob}" if knob else ""]
     return " ".join(filter(None, words)) or "callbacks.profiler.with_stack=true"
 

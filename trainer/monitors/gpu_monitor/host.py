@@ -46,12 +46,10 @@ def read(readers: dict[str, Reader]) -> dict[str, tuple[float, ...]]:
             found[names] = reader()
         except (OSError, ValueError, LookupError) as error:
             del readers[names]
-            log.warning("gpu_monitor: no %s: %s", names, reason(error))
+            of_system = isinstance(error, OSError)
+            reason = f"{error.filename}: {error.strerror}" if of_system else f"unknown format ({error!r})"
+            log.warning("gpu_monitor: no %s: %s", names, reason)
     return found
-
-
-def reason(error: Exception) -> str:
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"unknown format ({error!r})"
 
 
 def cpu(proc: Path, sys: Path) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Counts the bytes of a training process, and tells which settings would take how many of them away."""
+"""Counts the bytes of a training process, and finds the settings that would save some of them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -34,10 +34,8 @@ def merge_settings(settings: str, wanted: Mapping[str, str]) -> str:
     known = dict(part.strip().split(":", 1) for part in settings.split(",") if ":" in part)
     for key, value in wanted.items():
         if known.get(key, value).strip().lower() != value.lower():
-            raise ConfigError(
-                f"callbacks.memory: PYTORCH_ALLOC_CONF has {key}:{known[key]}, and this callback {key}:{value}; "
-                "leave one out"
-            )
+            both = f"PYTORCH_ALLOC_CONF has {key}:{known[key]}, and this callback {key}:{value}"
+            raise ConfigError(f"callbacks.memory: {both}; leave one out")
     new = [f"{key}:{value}" for key, value in wanted.items() if key not in known]
     return ",".join([*filter(None, [settings]), *new])
 

@@ -101,7 +101,6 @@ class Memory(Callback):
                 log.warning("%s: can't be written: %s", snapshot_file(trainer), failure)
 
     def on_error(self, trainer, error: Any) -> None:
-        """Add advice to the error if memory has run out."""
         if not is_out_of_memory(error):
             return
         use = count(trainer, self.max_share)
@@ -145,7 +144,6 @@ def snapshot_file(trainer: Context) -> Path:
 
 
 def count(trainer: Context, max_share: float | None) -> Use:
-    """Count the bytes of this rank."""
     module, parameters = trainer.module, trainer.parameters
     gradients = size(parameters) + trainer.strategy.bucket_bytes
     owned = trainer.strategy.owned

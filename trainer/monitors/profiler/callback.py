@@ -43,9 +43,8 @@ class Profiler(Callback):
         profile_memory: bool = False,
     ) -> None:
         if every is not None and every < active:
-            raise ConfigError(
-                f"{KEY}.every={every}: is less than active={active}, so recordings would overlap; raise it"
-            )
+            why = f"is less than active={active}, so recordings would overlap"
+            raise ConfigError(f"{KEY}.every={every}: {why}; raise it")
         if ranks is not None and not ranks:
             raise ConfigError(f"{KEY}.ranks=[]: no rank would record; name some, or null for all")
         self.first, self.active, self.every, self.ranks = first, active, every, ranks
@@ -76,14 +75,14 @@ class Profiler(Callback):
         return None if self.every is None else step + (self.first - step) % self.every
 
     def _follow(self, trainer: Context, steps: Iterator[Step]) -> Iterator[Step]:
-        """Begin and end recordings between steps."""
         while True:
             step = trainer.step + 1
             if self.recording and step >= self.recording.first + self.active:
                 self._end()
             begins = self._next(step) == step and not self.recording
-            begun = self._begin(trainer, step) if begins else None
-            fetched = begun.fetch(steps) if begun else next(steps, None)
+            if begins and (begun := self._begin(trainer, step)):
+                begun.regions.begin()  # the clock marks everything that follows
+            fetched = next(steps, None)
             if fetched is None:
                 return
             yield fetched

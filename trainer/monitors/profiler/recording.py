@@ -3,7 +3,7 @@
 import gzip
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch.profiler import _ExperimentalConfig as Config
 from trainer.callback import UNLOGGED, Callback, name_of
 from trainer.comm import clock
 from trainer.context import Context
-from trainer.data.batch import Step
 from trainer.files import Appended
 from trainer.monitors.memory.callback import EVENTS
 from trainer.monitors.profiler.regions import Regions
@@ -61,14 +60,12 @@ class Recording:
             if before is None:
                 del os.environ["KINETO_LOG_LEVEL"]
         self.regions = Regions(self._begin_step, end)
-        self._follow_clock()
+        running = clock.start(self.trainer.device, self.undo)
+        self.undo.callback(clock.stop, running)
+        running.listener = self.regions
+        self.undo.callback(setattr, running, "listener", None)
         for hook in NAMED:
             self._name(hook)
-
-    def fetch(self, steps: Iterator[Step]) -> Step | None:
-        """Return the first step's data, or None at the end. The clock marks everything that follows."""
-        self.regions.begin()
-        return next(steps, None)
 
     def stop(self) -> None:
         with self.undo:  # also if a line raises
@@ -118,14 +115,7 @@ class Recording:
         self.last = step
         return f"ProfilerStep#{step}"
 
-    def _follow_clock(self) -> None:
-        running = clock.start(self.trainer.device, self.undo)
-        self.undo.callback(clock.stop, running)
-        running.listener = self.regions
-        self.undo.callback(setattr, running, "listener", None)
-
     def _name(self, hook: str) -> None:
-        """Put regions around the callbacks' calls of a hook."""
         before = self.trainer.hooks[hook]
         shown = hook.partition(",")[0]
         named = [self.regions.around(f"{self._owner(call)}.{shown}", call) for call in before]

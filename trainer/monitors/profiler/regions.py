@@ -54,8 +54,6 @@ class Regions:
         self._close(0)
 
     def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` wrapped in a region."""
-
         def run(*args: Any, **options: Any) -> Any:
             before = len(self.open)
             self._enter(name, False)
@@ -75,6 +73,5 @@ class Regions:
         self.open.append((region, phase))
 
     def _close(self, before: int) -> None:
-        """Close open regions until `before` are left."""
         while len(self.open) > before:
             self.open.pop()[0].__exit__(None, None, None)

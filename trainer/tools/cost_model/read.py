@@ -120,7 +120,6 @@ def setting(key: str, value: Any) -> list[str]:
 
 @functools.cache
 def settings_of() -> frozenset[str]:
-    """Return the dotted keys of `trainer` and `data`."""
     keys = {*READ}
     for prefix, options in (("trainer", Options), ("data", DataOptions)):
         for name, known in option_parameters(options).items():

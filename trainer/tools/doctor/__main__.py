@@ -48,7 +48,7 @@ def run_rank(place: Place, folder: Path, json_file: Path | None, limit_s: float)
 
         meeting, rows, about = meet(place, own, limit_s, folder)
     except (ConfigError, ImportError) as error:  # ImportError: of torch, which has a finding of its own
-        alone = Finding("ranks", f"rank {place.rank} met no other: {error}", ERROR)
+        alone = Finding("ranks", f"rank {place.rank} reached no other rank: {error}", ERROR)
         if place.local_rank:  # the first rank of the machine shows its facts
             own = [finding for finding in own if finding.level == ERROR]
         return show({place.rank: own}, [alone], place.world, json_file if place.rank == 0 else None)
@@ -110,7 +110,7 @@ def main() -> int:
         prog="echelon doctor", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--devices", type=int, help="ranks to start on this machine, as trainer.devices does")
-    parser.add_argument("--folder", type=Path, default=Path(), help="the folder of the run, whose disk is tried")
+    parser.add_argument("--folder", type=Path, default=Path(), help="the folder of the run, whose disk is tested")
     parser.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="writes all findings as JSON, too")
     parser.add_argument(
         "--timeout", type=float, default=timeouts.MEET_S, metavar="S", help="seconds to wait for a rank (%(default)s)"

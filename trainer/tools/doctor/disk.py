@@ -30,7 +30,6 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def tried(subject: str, folder: Path, count: int) -> Iterator[Finding]:
-    """Yield the finding from writing and reading a file of `count` bytes."""
     try:
         free = shutil.disk_usage(folder).free
         count = max(1, min(count, free // 2))

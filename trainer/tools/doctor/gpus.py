@@ -40,11 +40,11 @@ def examine_gpus(sys: Path) -> Iterator[Finding]:
         if not shown:
             yield Finding("GPUs", "the driver shows none", WARNING, "training runs on the CPU", "see `nvidia-smi -L`")
     except RuntimeError as error:
-        reason = f"the driver can't be asked: {error}"
+        reason = f"the driver can't be queried: {error}"
         if there:
             yield Finding("GPUs", f"{len(there)} of NVIDIA on the PCI bus ({', '.join(there)})", WARNING, reason)
         else:
-            yield Finding("GPUs", "none to be seen", NOTE, reason)
+            yield Finding("GPUs", "none found", NOTE, reason)
     yield from (finding for finding, _ in shown)
     yield from kinds(kind for _, kind in shown if kind)
     yield from links() if shown else ()
@@ -78,7 +78,7 @@ def devices(library: ModuleType, sys: Path) -> Iterator[tuple[Finding, str]]:
         slow = [reason for bit, reason in nvml.SLOWDOWNS.items() if bits & bit]
         narrow, problem = bool(width and full and width < full), (OK, "", "")
         if slow:
-            why = f"its clocks are held down by {', '.join(slow)}, and all ranks wait for it"
+            why = f"its clocks are throttled by {', '.join(slow)}, and all ranks wait for it"
             problem = WARNING, why, "see its cooling and power by nvidia-smi -q -d PERFORMANCE"
         elif narrow:
             why = f"it could have PCIe x{full}, so copies are slower"
@@ -168,7 +168,7 @@ def of_torch(shown: int) -> Iterator[Finding]:
             f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}", ERROR,
             f"torch only has kernels for {', '.join(kernels)}", "install a torch that has kernels for it",
         )  # fmt: skip
-    yield Finding("NCCL between GPUs", "not tried", NOTE, "", "echelon bench measures its collectives")
+    yield Finding("NCCL between GPUs", "not tested", NOTE, "", "echelon bench measures its collectives")
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     barred = [f"{i} to {j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if pairs:

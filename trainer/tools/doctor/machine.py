@@ -60,7 +60,7 @@ def memory(proc: Path, sys: Path) -> Iterator[Finding]:
     few = free < GIB
     yield find(
         few, "memory", f"{size(free)} free of {size(total)}{of}" if few else f"{size(total)}{of}", WARNING,
-        "a rank with data workers takes about 1 GiB, and the kernel kills what takes more",
+        "a rank with data workers takes about 1 GiB, and the kernel kills processes beyond the limit",
         "free memory, or raise the limit of the container", {"free": free, "total": total},
     )  # fmt: skip
 
@@ -71,11 +71,11 @@ def shared_memory(folder: Path) -> Finding:
         stat = os.statvfs(folder)
     except OSError as error:
         return Finding(
-            str(folder), error.strerror or "missing", ERROR, "data workers can't hand over batches",
+            str(folder), error.strerror or "missing", ERROR, "data workers can't pass on batches",
             f"mount it: mount -t tmpfs -o size=8g tmpfs {folder}; or give data.workers=0",
         )  # fmt: skip
     if not os.access(folder, os.W_OK):
-        why = "data workers can't hand over batches"
+        why = "data workers can't pass on batches"
         return Finding(str(folder), "not writable", ERROR, why, f"chmod 1777 {folder}")
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     value, data = f"{size(free)} free of {size(total)}", {"free": free, "total": total}

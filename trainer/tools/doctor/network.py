@@ -22,7 +22,7 @@ def examine(
         yield interface(sys / "class" / "net" / card)
     if not cards:
         level = ERROR if nodes > 1 else NOTE
-        yield Finding("interfaces", "none but the loopback", level, "no other machine is reached")
+        yield Finding("interfaces", "only the loopback", level, "other machines can't be reached")
     yield from remote_dma(sys)
     yield from named(cards, environ)
     if nodes > 1:
@@ -58,7 +58,7 @@ def remote_dma(sys: Path) -> Iterator[Finding]:
     """Yield each port of InfiniBand or RoCE, which NCCL prefers to interfaces."""
     ports = sorted((sys / "class" / "infiniband").glob("*/ports/*"))
     if not ports:
-        yield Finding("remote DMA", "no InfiniBand or RoCE to be seen")
+        yield Finding("remote DMA", "no InfiniBand or RoCE found")
     for port in ports:
         state = read(port / "state").partition(":")[2].strip() or "unknown"
         rate, layer = read(port / "rate").strip(), read(port / "link_layer").strip()
@@ -76,15 +76,15 @@ def named(cards: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]
     whole = environ.get("GLOO_SOCKET_IFNAME", "")
     if absent := [name for name in whole.split(",") if name and name not in (*cards, "lo")]:
         yield Finding(
-            f"GLOO_SOCKET_IFNAME={whole}", f"{', '.join(absent)} is not here", ERROR, "ranks can't connect by gloo",
-            f"unset it, or name one of {', '.join(cards) or 'lo'}",
+            f"GLOO_SOCKET_IFNAME={whole}", f"{', '.join(absent)} does not exist here", ERROR,
+            "ranks can't connect by gloo", f"unset it, or name one of {', '.join(cards) or 'lo'}",
         )  # fmt: skip
     text = environ.get("NCCL_SOCKET_IFNAME", "")
     names, exact = text.removeprefix("=").split(","), text.startswith("=")
     known = [card for card in (*cards, "lo") for name in names if (card == name if exact else card.startswith(name))]
     if text and not text.startswith("^") and not known:
         yield Finding(
-            f"NCCL_SOCKET_IFNAME={text}", "no such interface is here", WARNING, "ranks can't connect by NCCL",
+            f"NCCL_SOCKET_IFNAME={text}", "no such interface exists here", WARNING, "ranks can't connect by NCCL",
             f"unset it, or name one of {', '.join(cards) or 'lo'}",
         )  # fmt: skip
 

@@ -63,12 +63,12 @@ class Meeting:
         heard = {rank: self.read(key, rank, until) for rank in range(self.place.world)}
         return {rank: value for rank, value in heard.items() if value is not None}
 
-    def agree(self, key: str, value: Any, patience: float = 1.0) -> Any:
+    def agree(self, key: str, value: Any) -> Any:
         """Return rank 0's value on all ranks; None if rank 0 does not answer."""
         if self.place.rank == 0:
             self.publish(key, value)
             return value
-        return self.read(key, 0, time.monotonic() + (1 + patience) * self.limit_s)
+        return self.read(key, 0, time.monotonic() + 2 * self.limit_s)
 
     def leave(self) -> None:
         """Keep rank 0, which hosts the store, until the others have read it."""
@@ -119,7 +119,7 @@ def meet(place: Place, own: Sequence[Finding], limit_s: float, folder: Path) -> 
     about = [] if absent else [*connect(meeting, plan["firsts"]), *shared(meeting, folder)]
     rows = {rank: [Finding(**finding) for finding in findings] for rank, (_, findings) in (came or {}).items()}
     if absent and came:
-        text = f"{len(came)} of {place.world} came in {limit_s:g} s; {in_words(absent)} did not"
+        text = f"{len(came)} of {place.world} arrived within {limit_s:g} s; {in_words(absent)} did not"
         about.append(Finding("ranks", text, ERROR, "a run would wait for them", "see their own output"))
     return meeting, rows, about
 
@@ -215,7 +215,6 @@ def round_trip(rank: int, other: int, now: Callable[[], float]) -> tuple[float, 
 
 
 def clocks(skews: Sequence[tuple[int, float, float]]) -> Iterator[Finding]:
-    """Yield the largest difference of clocks, or each machine whose clock is off."""
     if not skews:
         yield Finding("clocks", "one machine, one clock")
         return

@@ -31,7 +31,6 @@ class Merged:
 
 
 def merge(rows: Mapping[int, Iterable[Finding]]) -> list[Merged]:
-    """Merge equal findings, in the order of the first rank that has them."""
     found: dict[Finding, list[int]] = {}
     for rank in sorted(rows):
         for finding in dict.fromkeys(replace(finding, data=None) for finding in rows[rank]):
@@ -89,7 +88,6 @@ def lines(merged: Sequence[Merged], *usual: tuple[int, ...]) -> list[str]:
 
 
 def verdict(merged: Sequence[Merged]) -> str:
-    """Return the last line."""
     count = {level: sum(each.finding.level == level for each in merged) for level in LEVELS}
     if count[ERROR]:
         return f"{count[ERROR]} error(s): training can't start; {count[WARNING]} warning(s)"

@@ -18,7 +18,6 @@ OWN = {  # differ between ranks by nature
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yield versions, packages that are missing or out of bounds, and variables."""
     yield Finding("Python", platform.python_version(), data=sys.executable)
     yield Finding("Echelon", trainer.__version__)
     yield from libraries()
@@ -29,7 +28,6 @@ def examine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """Yield torch, CUDA, NCCL and gloo, as torch was built."""
     try:
         import torch
         import torch.distributed as dist
@@ -49,12 +47,11 @@ def libraries() -> Iterator[Finding]:
     else:
         yield Finding("NCCL", "none: this torch was built without")
     gloo = dist.is_available() and dist.is_gloo_available()
-    value = f"as torch {torch.__version__.partition('+')[0]} has it, which reports no version" if gloo else "none"
+    value = f"part of torch {torch.__version__.partition('+')[0]}, which reports no version of it" if gloo else "none"
     yield find(not gloo, "gloo", value, ERROR, "several ranks can't agree on a step", "install a torch with gloo")
 
 
 def packages() -> Iterator[Finding]:
-    """Yield the versions of required packages, and of installed extras."""
     try:
         from packaging.requirements import Requirement
 
@@ -76,7 +73,7 @@ def packages() -> Iterator[Finding]:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield Finding(
-                requirement.name, version, WARNING, f"Echelon was tried with {requirement.specifier}",
+                requirement.name, version, WARNING, f"Echelon is tested with {requirement.specifier}",
                 f"pip install '{requirement.name}{requirement.specifier}'",
             )  # fmt: skip
     yield Finding("packages", ", ".join(f"{name} {version}" for name, version in sorted(found.items())))

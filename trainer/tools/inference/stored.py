@@ -44,7 +44,6 @@ class Request:
 
 
 def parser(name: str, description: str) -> ArgumentParser:
-    """Return a parser of the arguments that both tools share."""
     made = ArgumentParser(prog=f"echelon {name}", description=description)
     made.add_argument("checkpoint", help="runs/NAME, ckpt/last.pt, a run's folder of checkpoints, or a folder step-*")
     made.add_argument("--split", default="val", help="which data: the argument of recipe.data (default: val)")

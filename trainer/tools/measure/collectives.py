@@ -17,7 +17,7 @@ from trainer.comm.reduce import all_gather, reduce_scatter
 from trainer.cost.machine import Link
 from trainer.parallel.warmup import wait
 from trainer.tools.measure.fit import fit_link
-from trainer.tools.measure.processor import Meter
+from trainer.tools.measure.host import Meter
 
 FITTED = "all_reduce"  # its times give a level's link
 ROUNDS, SLOW_ROUNDS = 5, 3  # a time is the median of so many; fewer if a single call is slow
@@ -122,7 +122,6 @@ def measure(
 
 
 def prepare(collective: str, level: Level, elements: int, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs the collective once, on `elements` of float32."""
     flat = torch.zeros(elements, device=device)
     own = flat.new_zeros(elements // level.ranks)
     if collective == "all_reduce":

@@ -16,7 +16,6 @@ POINTS = 4000  # of a curve of a single run: three for each pixel of a wide scre
 
 
 def report(folders: list[Path], out: Path | None, shows: bool) -> int:
-    """Write the page, and print its path."""
     began = time.monotonic()
     out = out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     refuse_folder("--out", out)

@@ -1,5 +1,6 @@
 """Reads comm.jsonl: bytes, time and bandwidth of each collective and bucket, over the run and its ranks."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,9 @@ def read_comm(path: Path) -> tuple[list[Exchange], str]:
 
 
 def add_time(one: Exchange, rank: int, count: float, seconds: float, line: dict[str, Any]) -> None:
-    """Add `count` timed calls of `seconds` each."""
     time = seconds * count
     one.timed, one.seconds = one.timed + count, one.seconds + time
-    one.moved += time * max(0.0, finite(number(line.get("algbw"))))
-    one.on_bus += time * max(0.0, finite(number(line.get("busbw"))))
+    algbw, busbw = (number(line.get(key)) for key in ("algbw", "busbw"))
+    one.moved += time * algbw if 0 < algbw < math.inf else 0.0
+    one.on_bus += time * busbw if 0 < busbw < math.inf else 0.0
     one.by_rank[rank] = one.by_rank.get(rank, 0.0) + time
-
-
-def finite(value: float) -> float:
-    return value if abs(value) < float("inf") else 0.0

@@ -46,7 +46,6 @@ class Ranges:
 
     @property
     def steps(self) -> Array:
-        """The mean step of each range."""
         return self.table[:, STEPS] / self.table[:, COUNT]
 
     @property
@@ -57,7 +56,6 @@ class Ranges:
 
     @property
     def exact(self) -> bool:
-        """Whether each range has one value."""
         return bool((self.table[:, COUNT] == 1).all())
 
     @property
@@ -68,7 +66,6 @@ class Ranges:
 
     @property
     def bad(self) -> Array:
-        """The number of values of each range that are not finite."""
         return self.table[:, COUNT] - self.table[:, FINITE]
 
 

@@ -7,8 +7,6 @@ KINDS = ("plain", "rate", "share", "seconds", "GiB", "MiB", "MiB/s", "W", "C", "
 
 
 class Shown(NamedTuple):
-    """How a metric is shown."""
-
     section: str
     title: str
     kind: str  # of `KINDS`

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import printable
+from trainer.tools.doctor.finding import size as in_words
 from trainer.tools.report.lines import number
 from trainer.tools.report.metrics import Metric
 from trainer.tools.report.names import SECTIONS, TITLES, shown
@@ -16,17 +17,7 @@ from trainer.tools.report.step_times import COMPUTE, PARTS, RankTimes
 CLOCKS = ("seconds", "samples")  # counters of metrics.jsonl: axes, no curves
 MOST_NUMBERS = 400_000  # of all curves together: about 2 MB of the page
 MOST_BARS = 48  # ranks with a bar
-DETAILS = (
-    "error",
-    "why",
-    "reason",
-    "seconds",
-    "stall",
-    "attempt",
-    "ranks",
-    "rank",
-    "device",
-)  # of an event, in this order
+DETAILS = ("error", "why", "reason", "seconds", "stall", "attempt", "ranks", "rank", "device")  # of an event, in order
 
 
 class Chart(NamedTuple):
@@ -56,18 +47,13 @@ class Arrays:
 
 
 def make_payload(runs: list[Run]) -> tuple[dict[str, Any], list[Chart]]:
-    """Return the page's JSON, and the charts in order."""
     fit(runs)
     arrays = Arrays()
     charts = [*curves(runs, arrays), *stacks(runs, arrays)]
     order = list(SECTIONS)
     charts.sort(key=lambda chart: order.index(chart.section))
-    data = {
-        "runs": [describe(run, arrays) for run in runs],
-        "charts": [chart.spec for chart in charts],
-        "arrays": arrays.made,
-    }
-    return data, charts
+    described = [describe(run, arrays) for run in runs]
+    return {"runs": described, "charts": [chart.spec for chart in charts], "arrays": arrays.made}, charts
 
 
 def fit(runs: list[Run]) -> None:
@@ -94,21 +80,17 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
         stacked = name in parts or name == "time/step"
         if stacked or (name == "val/loss" and "train/loss" in names):
             continue
-        here = shown(name)
-        several = len(runs) > 1
-        lines = [
-            line(i, run.metrics[name], run.name if several else name, arrays)
-            for i, run in enumerate(runs)
-            if name in run.metrics
-        ]
-        if name == "train/loss" and "val/loss" in names:
+        here, several, both = shown(name), len(runs) > 1, name == "train/loss" and "val/loss" in names
+        having = [(i, run) for i, run in enumerate(runs) if name in run.metrics]
+        lines = [line(i, run.metrics[name], run.name if several else name, arrays) for i, run in having]
+        if both:
             for one in lines:
                 one["label"] = f"{one['label']}, training" if several else "training"
             for i, run in enumerate(runs):
                 if "val/loss" in run.metrics:
                     label = f"{run.name}, validation" if several else "validation"
                     lines.append({**line(i, run.metrics["val/loss"], label, arrays), "dash": True})
-        title = "Loss" if name == "train/loss" and len(lines) > 1 and "val/loss" in names else here.title
+        title = "Loss" if both and len(lines) > 1 else here.title
         dots = name == "time/slowest_rank"  # a rank's number: between two there is nothing
         raw = dots or name == "train/lr"  # nothing to smooth
         spec = {"title": title, "kind": here.kind, "zero": here.zero, "dots": dots, "raw": raw, "lines": lines}
@@ -143,7 +125,6 @@ def stacks(runs: list[Run], arrays: Arrays) -> list[Chart]:
 
 
 def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
-    """Return what the page's scripts need of a run."""
     axes = {}
     for clock in CLOCKS:
         if clock in run.metrics:
@@ -155,7 +136,6 @@ def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
 
 
 def details(event: dict[str, Any]) -> str:
-    """Return an event's facts in a few words."""
     words = []
     for key in DETAILS:
         value = event.get(key)
@@ -169,13 +149,7 @@ def details(event: dict[str, Any]) -> str:
 
 
 def size(count: float) -> str:
-    if not math.isfinite(count):
-        return "unknown"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+    return in_words(count) if math.isfinite(count) else "unknown"
 
 
 def bars(times: RankTimes, arrays: Arrays) -> dict[str, Any] | None:
@@ -185,13 +159,13 @@ def bars(times: RankTimes, arrays: Arrays) -> dict[str, Any] | None:
     """
     if not times.ranks:
         return None
-    computes = times.means()[:, [times.parts.index(part) for part in COMPUTE]].sum(1)
+    computes = times.means()[:, [PARTS.index(part) for part in COMPUTE]].sum(1)
     ranks = np.sort(np.argsort(-computes, kind="stable")[:MOST_BARS])
     seconds = times.seconds[:, ranks]
     rest = np.maximum(seconds[:, :, -1:] - seconds[:, :, :-1].sum(-1, keepdims=True), 0)
     table = np.concatenate([seconds[:, :, :-1], rest], axis=-1)
     used = table.sum((0, 1)) > 1e-3 * table.sum() / 1e3
-    names = [name for name, has in zip((*times.parts, "rest"), used, strict=True) if has]
+    names = [name for name, has in zip((*PARTS, "rest"), used, strict=True) if has]
     return {
         "ranks": ranks.tolist(),
         "parts": names,

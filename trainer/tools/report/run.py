@@ -110,15 +110,12 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], str]:
         seen[event["event"]] += 1
         if seen[event["event"]] <= MOST_EVENTS:
             kept.append(event)
-    if len(kept) < len(events):
-        note = "; ".join(
-            filter(None, [note, f"events.jsonl: the {len(events) - len(kept)} oldest events are left out"])
-        )
+    if left_out := len(events) - len(kept):
+        note = "; ".join(filter(None, [note, f"events.jsonl: the {left_out} oldest events are left out"]))
     return kept[::-1] + read_failures(folder / "logs" / "events.jsonl"), note
 
 
 def read_failures(path: Path) -> list[dict[str, Any]]:
-    """Return the failures of ranks that the launcher has recorded."""
     try:
         text = path.read_bytes()[-(1 << 22) :].splitlines()
     except OSError:
@@ -157,7 +154,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
     keys: dict[str, Any] = {}
     flatten("", found, keys)
     note = f"{path.name}: has more than {MOST_KEYS} keys; the others are left out" if len(keys) >= MOST_KEYS else ""
-    return redact_flat(keys), note
+    return {key: redact({key: value})[key] for key, value in keys.items()}, note
 
 
 def flatten(key: str, value: Any, into: dict[str, Any], depth: int = 0) -> None:
@@ -169,10 +166,6 @@ def flatten(key: str, value: Any, into: dict[str, Any], depth: int = 0) -> None:
             flatten(f"{key}.{part}".lstrip("."), inner, into, depth + 1)
     else:
         into[key] = value if isinstance(value, (str, int, float, bool, type(None))) else str(value)[:1000]
-
-
-def redact_flat(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key: redact({key: value})[key] for key, value in keys.items()}
 
 
 def names_of(folders: list[Path]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,10 @@ class RankTimes:
     Attributes:
         last: The last step of each span (spans).
         steps: Steps of each span and rank (spans, ranks).
-        seconds: Seconds by `parts`, then of the whole step (spans, ranks, parts + 1).
+        seconds: Seconds by `PARTS`, then of the whole step (spans, ranks, parts + 1).
     """
 
     most: int
-    parts: ClassVar[tuple[str, ...]] = PARTS
     last: Table = field(default_factory=lambda: np.empty(0))
     steps: Table = field(default_factory=lambda: np.empty((0, 0)))
     seconds: Table = field(default_factory=lambda: np.empty((0, 0, len(PARTS) + 1)))
@@ -65,7 +64,6 @@ class RankTimes:
 
 
 def pad(table: Table, ranks: int) -> Table:
-    """Append ranks without steps."""
     return np.pad(table, [(0, 0), (0, ranks - table.shape[1])] + [(0, 0)] * (table.ndim - 2))
 
 
@@ -79,7 +77,8 @@ def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
             odd += 1
             continue
         new = Line(line["step"], steps, tuple(ranks[0]), [list(rank.values()) for rank in ranks])
-        if pending and (len(pending) * len(ranks) >= CHUNK or not new.fits(pending[0])):
+        full = len(pending) * len(ranks) >= CHUNK
+        if pending and (full or (new.names, len(ranks)) != (pending[0].names, len(pending[0].ranks))):
             found.add(*convert(pending))
             pending = []
         pending.append(new)
@@ -97,9 +96,6 @@ class Line(NamedTuple):
     steps: float
     names: tuple[str, ...]
     ranks: list[list[Any]]
-
-    def fits(self, other: "Line") -> bool:
-        return self.names == other.names and len(self.ranks) == len(other.ranks)
 
 
 def ranks_of(line: dict[str, Any]) -> list[dict[str, Any]]:

@@ -75,7 +75,6 @@ def find(name: str) -> Cluster:
 
 
 def measured(machine: Machine, found: Mapping[str, Any], file: str) -> Cluster:
-    """Return the machine of a bench with the rates of its matrix products and copies."""
     end = "_flop_per_s"
     tflops = {name.removesuffix(end): rate / 1e12 for name, rate in found.get("matmul", {}).items()}
     auto = str(found.get("auto_precision") or likely_auto(tflops))

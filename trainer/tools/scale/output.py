@@ -40,10 +40,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = [COLUMNS, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, tuple("-" * width for width in widths))
-    made = []
-    for line in lines:
-        made.append("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
-    return "\n".join(made)
+    padded = ([cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
 def write_json(path: Path, about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str]) -> None:

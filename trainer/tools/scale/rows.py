@@ -1,7 +1,7 @@
 """The rows of the table: each way to train on each number of nodes, its speed, memory, checkpoints and failures."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.checkpoint.interval import daly, lost, prior_s
@@ -10,7 +10,7 @@ from trainer.cost.workload import Choice, Prediction, Workload
 from trainer.tools.cost_model.predict import predict
 from trainer.tools.cost_model.read import costs_of
 from trainer.tools.scale.machines import Cluster
-from trainer.tools.scale.ways import VIEW, Way
+from trainer.tools.scale.options import VIEW, Way
 
 GRADIENT = 4  # bytes of a parameter, which no checkpoint has
 STALL = 0.1  # seconds of any checkpoint in addition to its copy to the host; a choice
@@ -42,9 +42,8 @@ class Row:
 
 def alone(cluster: Cluster, workload: Workload, per_rank: int, passes: int) -> Prediction:
     """Return the prediction of one rank without communication, with the samples of a step in `passes` parts."""
-    choice = Choice({}, {"accumulate": passes})
-    one = cluster.of(1)
-    return predict(type(one)(**{**vars(one), "ranks": 1, "ranks_per_node": 1}), workload, choice, per_rank)
+    one = replace(cluster.machine, ranks=1, ranks_per_node=1)
+    return predict(one, workload, Choice({}, {"accumulate": passes}), per_rank)
 
 
 def own_way(config: Mapping[str, Any]) -> dict[str, Way]:

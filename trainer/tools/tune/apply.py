@@ -88,8 +88,8 @@ def switch(config: dict[str, Any], choice: Choice, world: int, name: str, folder
     if why := refusal(merge(job, choice), world):
         return f"{run_dir} keeps its config: a resume would refuse the result ({why})"
     words = ["resume", str(run_dir), "--config-dir", str(folder.resolve()), f"+tuned={name}"]
-    more = state_keepers(merge(job, choice)) - state_keepers(job)
-    if more and "callbacks" not in job["trainer"]["accept"]:
+    after, before = (set(stateful(callbacks_of(each))) for each in (merge(job, choice), job))
+    if after - before and "callbacks" not in job["trainer"]["accept"]:
         words.append("trainer.accept=[callbacks]")  # a resume refuses new callbacks with state
     return f"stop {run_dir} by SIGTERM, then: {shlex.join([*echelon(), *words])}"
 
@@ -99,7 +99,3 @@ def manifest_of(run_dir: Path) -> dict[str, Any]:
     with suppress(OSError, IndexError, Damaged):
         return verify(checkpoints(noted_in(run_dir) or run_dir, reads=True)[-1], hashes=False)
     return {}
-
-
-def state_keepers(config: dict[str, Any]) -> set[str]:
-    return set(stateful(callbacks_of(config)))

@@ -51,8 +51,7 @@ class Judge:
 
     def judge(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Verdict:
         """Judge pairs of results of `run_trial`, today's and the winner's, with a `score_s` each."""
-        faults: list[str] = []
-        findings: list[str] = []
+        findings, faults = list[str](), list[str]()
         gain = self._speed(pairs, findings, faults)
         self._losses(pairs, findings, faults)
         self._memory(pairs, findings, faults)

@@ -19,6 +19,7 @@ from trainer.tools.tune.configs import is_exact, merge, ranks_with_data, refusal
 
 Callbacks = dict[str, dict[str, Any]]  # name -> knobs
 NOTHING = Choice({}, {})
+NONE: dict[str, Any] = {"callbacks": {}, "trainer": {"allow_targets": []}}  # a config without callbacks
 BUCKETS_MIB = (1.0, 5.0, 100.0)
 WORKERS = (0, 1, 2, 4)
 GROUPS = (  # roles of which a choice adds one callback at most
@@ -78,7 +79,9 @@ def changes_micro_batch(config: Mapping[str, Any], choice: Choice, world: int) -
 
 def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks: int) -> Iterator[Callbacks]:
     """Yield the callbacks that may be added. Those of today's config stay, and keep their knobs."""
-    at = Situation(place.world, place.world // place.local_world, blocks, begun_at(config))
+    checkpoint = config["trainer"]["resume"]
+    begun_at = verify(Path(checkpoint), hashes=False)["step"] if checkpoint else 0
+    at = Situation(place.world, place.world // place.local_world, blocks, begun_at)
     groups: list[list[Callbacks]] = []
     for roles in GROUPS:
         named = [(name, variant) for name, kind in kinds().items() if kind.role in roles
@@ -87,22 +90,11 @@ def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks:
             {name: dict(knobs), **{other: dict(each) for other, each in others.items()}}
             for name, (knobs, others) in named
         ]
-        groups.append([{}, *(each for each in added if lossy or is_exact(with_targets(each)))])
+        groups.append([{}, *(each for each in added if lossy or is_exact(merge(NONE, Choice(each, {}))))])
     for parts in itertools.product(*groups):
         combined = {name: knobs for part in parts for name, knobs in part.items()}
         if len(combined) == sum(map(len, parts)) and not combined.keys() & config["callbacks"].keys():
             yield combined
-
-
-def begun_at(config: Mapping[str, Any]) -> int:
-    """Return the step at which a trial begins: that of the checkpoint `trainer.resume`, or 0."""
-    checkpoint = config["trainer"]["resume"]
-    return verify(Path(checkpoint), hashes=False)["step"] if checkpoint else 0
-
-
-def with_targets(callbacks: Callbacks) -> dict[str, Any]:
-    """Return a config of these callbacks alone."""
-    return {"callbacks": merge({"callbacks": {}}, Choice(callbacks, {}))["callbacks"], "trainer": {"allow_targets": []}}
 
 
 def fits_layout(config: Mapping[str, Any], callbacks: Callbacks, settings: Mapping[str, Any], ranks: int) -> bool:
@@ -115,7 +107,6 @@ def fits_layout(config: Mapping[str, Any], callbacks: Callbacks, settings: Mappi
 
 
 def micro_batch(config: Mapping[str, Any], samples: int) -> int:
-    """Return the micro-batch of a rank with so many samples."""
     return config["micro_batch"] or samples // (config["accumulate"] or 1)
 
 

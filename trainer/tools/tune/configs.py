@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trainer.callback import Callback, Role
 from trainer.checkpoint import locate
@@ -19,6 +19,7 @@ from trainer.tools.cost_model.read import defaults
 
 KEPT = frozenset({"advice"})  # of the callbacks that show numbers: the others would write the terminal or other places
 LOGGED = 5  # steps of a trial, or more
+UNSEEN = (Role.MEASURE, Role.OBSERVE, Role.GUARD, Role.AVERAGE)  # by the cost model
 
 
 def merge(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
@@ -40,11 +41,10 @@ def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
 
     `cuda`: ranks train on GPUs, where DDP's gradients are views of its buckets by default.
     """
-    allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     callbacks = {}
-    for name, given in config["callbacks"].items():
-        if build(f"callbacks.{name}", given, allow).role not in UNSEEN:
-            known = defaults(name) or {}
+    for name, made in callbacks_of(config).items():
+        if made.role not in UNSEEN:
+            given, known = config["callbacks"][name], defaults(name) or {}
             if known.get("_target_") != given["_target_"]:  # from elsewhere
                 known = {}
             callbacks[name] = {key: value for key, value in given.items() if known.get(key, given) != value}
@@ -58,9 +58,6 @@ def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
     if (algo := config["nccl"]["algo"]) is not None:
         settings["nccl.algo"] = algo
     return Choice(callbacks, settings, tuple(config["trainer"]["allow_targets"]))
-
-
-UNSEEN = (Role.MEASURE, Role.OBSERVE, Role.GUARD, Role.AVERAGE)
 
 
 def callbacks_of(config: Mapping[str, Any]) -> dict[str, Callback]:
@@ -135,8 +132,9 @@ def alone(config: Mapping[str, Any], world: int) -> dict[str, Any]:
     """Return the config of a run of one rank with a rank's part of the batch, data read in the training process."""
     own = copy.deepcopy(dict(config))
     roles = (Role.SPLIT, Role.SHARD, Role.REDUCE, Role.COMPRESS, Role.SYNC)
-    made = cast("dict[str, Callback]", callbacks_of(config))
-    own["callbacks"] = {name: given for name, given in own["callbacks"].items() if made[name].role not in roles}
+    own["callbacks"] = {
+        name: own["callbacks"][name] for name, made in callbacks_of(config).items() if made.role not in roles
+    }
     samples = config["batch"] // ranks_with_data(config, world)
     micro, accumulate = split_batch(samples, 1, config["micro_batch"], config["accumulate"])
     own |= {"batch": samples, "micro_batch": micro, "accumulate": accumulate}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.cost.setup import Setup
@@ -59,11 +59,12 @@ class Model:
         """Return the machine and the workload with the factors applied."""
         by = {name: math.exp(factors.get(name, 0.0)) for name in TRUST}
         missed_s = max(0.0, factors.get("other", 0.0)) * self.today_s
+        codecs = self.machine.codecs
         machine = replace(
             self.machine,
             across=slower(self.machine.across, by["across"]),
             inside=slower(self.machine.inside, by["inside"]),
-            codecs={name: dearer(cost, by["codec"]) for name, cost in self.machine.codecs.items()},
+            codecs={name: CodecCost(*(s * by["codec"] for s in astuple(cost))) for name, cost in codecs.items()},
         )
         work = self.workload
         passes = {name: getattr(work, name) * by["compute"] for name in ("forward_s", "backward_s", "pass_s")}
@@ -119,10 +120,6 @@ def descend(loss: Callable[[Mapping[str, float]], float], start: dict[str, float
 
 def slower(link: Link, factor: float) -> Link:
     return replace(link, latency_s=link.latency_s * factor, bytes_per_s=link.bytes_per_s / factor)
-
-
-def dearer(cost: CodecCost, factor: float) -> CodecCost:
-    return CodecCost(cost.encode_s_per_byte * factor, cost.decode_s_per_byte * factor)
 
 
 def in_words(factors: Mapping[str, float]) -> str:

@@ -28,7 +28,7 @@ class Journal:
         self.path = path
         self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.lines: list[dict[str, Any]] = []
-        self.why_anew = ""
+        self.discarded = ""  # why an existing journal was not resumed
         by = f"process {os.getpid()} on {socket.gethostname()}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,9 +42,8 @@ class Journal:
                 self._read(content)
             self.file.truncate(self.whole if self.lines else 0)
         except OSError as error:
-            raise ConfigError(
-                f"{path}: can't be written: {error.strerror}; give a --config-dir that you may write to"
-            ) from None
+            fix = "give a --config-dir that you may write to"
+            raise ConfigError(f"{path}: can't be written: {error.strerror}; {fix}") from None
         known = {} if self.lines else {"key": self.key}
         self.add("again" if self.lines else "begin", **known, by=by)
 
@@ -56,12 +55,12 @@ class Journal:
             try:
                 lines.append(json.loads(text))
             except ValueError:
-                self.why_anew = "has a line that is not JSON"
+                self.discarded = "has a line that is not JSON"
                 return
         if not lines or lines[0].get("key") != self.key:
-            self.why_anew = "is of another config, machine, version or setting of the search"
+            self.discarded = "is of another config, machine, version or setting of the search"
         elif lines[-1]["event"] == "verdict":
-            self.why_anew = "is of a search that has ended"
+            self.discarded = "is of a search that has ended"
         else:
             self.lines = lines
 

@@ -55,10 +55,11 @@ def measure_links(
     costs = codec_costs.measure(ranks.device, codecs)
     backend = ranks.backend
     ranks.leave()
-    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
+    gpu = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
     return {
         "levels": links, "codecs": {name: astuple(cost) for name, cost in costs.items()}, "cores": share,
-        "memory_bytes": memory_of(ranks.device), "gpu": gpu, "backend": backend,
+        "memory_bytes": gpu and float(gpu.total_memory),  # on a CPU, ranks share memory with everything else
+        "gpu": gpu and gpu.name, "backend": backend,
     }  # fmt: skip
 
 
@@ -87,11 +88,6 @@ def count_cores() -> float:
     for thread in threads:
         thread.join()
     return (time.process_time() - worked) / (time.perf_counter() - began)
-
-
-def memory_of(device: torch.device) -> float | None:
-    """Return the bytes of a GPU; None on a CPU, whose ranks share memory with everything else."""
-    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def make_machine(answers: list[dict[str, Any]], place: Place) -> Machine:

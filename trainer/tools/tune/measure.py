@@ -56,7 +56,6 @@ class Profile(Stopwatch):
         self.compute = shares(lambda: loss(model, batch), trainer.parameters, device)
         self.random = len({seeded(lambda: loss(model, batch), seed) for seed in (1, 2)}) > 1
         self.cut = cuts(trainer, lambda: loss(model, batch), self.compute)
-        self.boundary_bytes = self.cut.boundary_bytes / micro
         self.began, self.optimizers = 0.0, list[float]()
 
     def on_before_optimizer_step(self, trainer) -> None:
@@ -106,10 +105,8 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "random": watch.random,
         "batch_norm": normalises_by_batch(trainer.module),
         "blocks": max(0, len(watch.cut.parts) - 2),
-        "boundary_bytes": watch.boundary_bytes,
-        "parts": watch.cut.parts,
-        "part_of": watch.cut.part_of,
-        "tied_bytes": watch.cut.tied_bytes,
+        **watch.cut._asdict(),
+        "boundary_bytes": watch.cut.boundary_bytes / trainer.plan.micro,  # of a sample
         "failed": watch.failed,
     }
 
@@ -253,8 +250,7 @@ def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:
         for block in blocks:
             stack.callback(block.register_forward_hook(look).remove)
         run()
-    usable = sizes and len(set(map(id, blocks))) == len(blocks) and math.isfinite(max(sizes))
-    if not usable:
+    if not sizes or len(set(map(id, blocks))) < len(blocks) or math.isinf(max(sizes)):
         return Cut()
     block_of = {id(p): number for number, block in enumerate(blocks, 1) for p in block.parameters()}
     ends = holders(trainer.module, blocks, Layout((0, 1), len(blocks), 2))

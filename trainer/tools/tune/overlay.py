@@ -24,21 +24,17 @@ def overlay(config: Mapping[str, Any], choice: Choice, tuned: Tuned, evidence: S
 
     New callbacks have all their knobs: a list of defaults would yield to a command's list `+callbacks=[...]`.
     """
-    content: dict[str, Any] = {}
-    known = config["callbacks"]
-    if knobs := {
-        name: {**({} if name in known else defaults(name) or {}), **own} for name, own in choice.callbacks.items()
-    }:
-        content["callbacks"] = {name: own for name, own in knobs.items() if own}
+    content, known = OmegaConf.create(), config["callbacks"]
+    if choice.callbacks:
+        knobs = {
+            name: {**({} if name in known else defaults(name) or {}), **own} for name, own in choice.callbacks.items()
+        }
+        content.callbacks = {name: own for name, own in knobs.items() if own}
     for key, value in choice.settings.items():
-        *path, last = key.split(".")
-        at = content
-        for part in path:
-            at = at.setdefault(part, {})
-        at[last] = value
-    content["tuned"] = dataclasses.asdict(tuned)
+        OmegaConf.update(content, key, value, force_add=True)
+    content.tuned = dataclasses.asdict(tuned)
     comments = "".join(f"# {printable(line)}\n" for line in evidence)
-    return f"# @package _global_\n{comments}{OmegaConf.to_yaml(OmegaConf.create(content))}"
+    return f"# @package _global_\n{comments}{OmegaConf.to_yaml(content)}"
 
 
 def refuse_others(folder: Path, name: str) -> None:
@@ -49,7 +45,6 @@ def refuse_others(folder: Path, name: str) -> None:
 
 
 def write(folder: Path, name: str, text: str) -> Path:
-    """Write conf/tuned/NAME.yaml in a folder of configs."""
     path = folder / "tuned" / f"{name}.yaml"
     try:
         write_whole(path, text.encode())
@@ -70,5 +65,4 @@ def link_class(link: Link, ranks: int) -> str:
 
 
 def file_name(recipe: str) -> str:
-    """Return the name of the result for a recipe."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(recipe)).strip("-.") or "run"

@@ -93,14 +93,15 @@ class Search:
         """Return the remaining choices with their hoped-for score and predicted step, the best first."""
         doubt, (limit, over) = min(DOUBT, self._spread()), self._memory_limit()
         failed = [t.choice for t in self.tried if t.error and t not in over]
-        known, blamed, found = self._tried_names(), self._blamed(failed), []
+        measured = {name for t in self.tried for name in (*t.choice.callbacks, *unseen(t.choice))}
+        blamed, found = self._blamed(failed), []
         for choice in self.choices:
             if self._ruled_out(choice, failed, blamed) or not self._recomputes_for_a_reason(choice, limit):
                 continue
             predicted = self.model.predict(choice)
             if predicted.memory_bytes >= limit:
                 continue
-            unknown = unmodelled(predicted.unknown) - known
+            unknown = {word.partition(": ")[0].removeprefix("callbacks.") for word in predicted.unknown} - measured
             hoped_s = HOPE * predicted.parts["compute"] if unknown & choice.callbacks.keys() else 0.0
             hoped_s += HOPE * predicted.parts["communication"] if unknown & set(unseen(choice)) else 0.0
             score_s = (predicted.step_s - hoped_s) * self._slowdown(choice) * (1 - doubt)
@@ -145,10 +146,6 @@ class Search:
         times = Counter(item for one in failed for item in one.settings.items())
         return {item for item, count in times.items() if count >= 2 and item not in ran and item[0] != "accumulate"}
 
-    def _tried_names(self) -> set[str]:
-        """Return the callbacks and NCCL settings whose effect trials have measured."""
-        return {name for t in self.tried for name in (*t.choice.callbacks, *unseen(t.choice))}
-
     def _slowdown(self, choice: Choice) -> float:
         """Return how many times the steps this family needed for the same loss; 1 before its first trial."""
         name = self.model.family(choice)
@@ -171,11 +168,5 @@ def simplest(ranked: Sequence[tuple[float, float, Choice]]) -> tuple[float, floa
     return min(alike, key=lambda entry: len(entry[2].callbacks) + len(entry[2].settings))
 
 
-def unmodelled(unknown: Sequence[str]) -> set[str]:
-    """Return the callbacks and settings whose effect the model leaves out."""
-    return {word.partition(": ")[0].removeprefix("callbacks.") for word in unknown}
-
-
 def ran_out(error: str) -> bool:
-    """Return whether a trial ran out of memory."""
     return any(words in error for words in OUT_OF_MEMORY)

@@ -56,7 +56,7 @@ def run_team(
     """Form a team of the config's ranks, or join a launcher's. Return the result of `lead`; 0 on other processes.
 
     Args:
-        work: Runs an order on one rank, and returns its result as JSON values.
+        work: Runs a task on one rank, and returns its result as JSON values.
         lead: Called with the team on its first process.
     """
     from trainer.tools.tune.team import Team
@@ -71,7 +71,7 @@ def run_team(
         team = Team(place, temporary, work)
         try:
             if not team.leads:
-                team.obey()
+                team.serve()
                 return 0
             return lead(team)
         finally:

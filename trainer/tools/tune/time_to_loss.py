@@ -59,7 +59,6 @@ def slowdown(exact: Sequence[float | None], lossy: Sequence[float | None]) -> fl
 
 
 def noise(losses: Sequence[float | None], curve: Curve) -> float:
-    """Return the standard error of the fitted loss."""
     errors = [(loss or 0.0) - curve.at(step) for step, loss in enumerate(losses)]
     return math.sqrt(sum(error**2 for error in errors) / max(1, len(errors) - 3) / len(errors))
 

@@ -40,10 +40,8 @@ class Stopwatch(Callback):
         self.sums: list[tuple[Tensor, int]] = []  # of each step: the loss times its items, the items
         self.waits: list[float] = []  # for data
         self.worked: list[float] = []  # of these, processor seconds
-        self.phases: list[dict[str, float]] = []  # of logged steps: the seconds of each phase, by step_timer
-        self.spreads: list[
-            float
-        ] = []  # of the same: seconds by which the slowest rank computes longer than the fastest
+        # Of logged steps, by step_timer: the seconds of each phase, and the slowest rank's compute less the fastest's.
+        self.phases, self.spreads = list[dict[str, float]](), list[float]()
         self.result: dict[str, Any] = {}
 
     def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
@@ -109,7 +107,6 @@ def clock(device: torch.device) -> Callable[[], Any]:
 
 
 def seconds_between(ends: list[Any]) -> list[float]:
-    """Return the seconds between successive records of `clock`."""
     if isinstance(ends[0], float):
         return [end - before for before, end in itertools.pairwise(ends)]
     torch.cuda.synchronize()
@@ -130,7 +127,6 @@ def advice(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def mean_of(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean seconds of each phase; {} without a logged step."""
     return {name: statistics.mean(each[name] for each in phases) for name in PHASES} if phases else {}
 
 
@@ -148,7 +144,6 @@ def run_trial(config: dict[str, Any], place: Place, warm: int, steps: int) -> di
 
 
 def ends_early(watch: Stopwatch) -> ConfigError:
-    """Return the error of a run that ended before a step was timed."""
     text = f"the run ends after {len(watch.ends)} step(s), before one is timed"
     return ConfigError(f"tune.warm: {text}; give a smaller one, or a run with more steps")
 

@@ -82,11 +82,11 @@ class Tuning:
         except TrialFailed as error:
             raise ConfigError(f"{failed}: {error}") from None
 
-    def _order(self, kind: str, config: dict[str, Any], limit_s: float, **more: Any) -> list[dict[str, Any]]:
+    def _run_task(self, kind: str, config: dict[str, Any], limit_s: float, **more: Any) -> list[dict[str, Any]]:
         self.number += 1
         made = of_trial(config, self.team.folder, self.number, limit_s, more.get("warm", 0) + more.get("steps", 0))
-        order = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
-        return self.team.run(order, limit_s)
+        task = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
+        return self.team.run(task, limit_s)
 
     def length(self, choice: Choice) -> tuple[int, int]:
         """Return a trial's warm-up and timed steps, in whole periods of synchronisation."""
@@ -107,20 +107,13 @@ class Tuning:
         began, limit_s = time.monotonic(), self.options.limit_s
         if self.today and not any(kinds()[name].role == Role.COMPILE for name in choice.callbacks):
             limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
-        answers = self._order("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
+        answers = self._run_task("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
         refuse_part(len(answers[0]["times"]), period)  # the end of a run that is resumed is nearer
         step_s, wall_s = max(step_seconds(answer["times"], period) for answer in answers), time.monotonic() - began
         self.walls.append(max(0.0, wall_s - (warm - self.options.warm + len(answers[0]["times"])) * step_s))
-        return {
-            "step_s": step_s,
-            "wall_s": wall_s,
-            "losses": answers[0]["losses"],
-            "precision": answers[0]["precision"],
-            "memory_bytes": max(answer["memory_bytes"] for answer in answers),
-            "advice": answers[0]["advice"],
-            "phases": answers[0]["phases"],
-            "spread_s": answers[0]["spread_s"],
-        }
+        first = {key: answers[0][key] for key in ("losses", "precision", "advice", "phases", "spread_s")}
+        memory_bytes = max(answer["memory_bytes"] for answer in answers)
+        return {"step_s": step_s, "wall_s": wall_s, "memory_bytes": memory_bytes, **first}
 
     def measure(self) -> tuple[Model, bool, Tuned, list[Choice]]:
         """Return the model, whether losses draw random numbers, the machine, and the choices."""
@@ -130,21 +123,20 @@ class Tuning:
         steps = profile_steps(self.options, self.today["step_s"])
 
         def links() -> list[dict[str, Any]]:
-            return self._order("links", self.config, limit_s, lossy=self.options.lossy)
+            return self._run_task("links", self.config, limit_s, lossy=self.options.lossy)
 
         seen = self._once("links", "the links between ranks can't be measured", links)
         self.cuda, machine = seen[0]["gpu"] is not None, make_machine(seen, self.place)
 
         def work() -> list[dict[str, Any]]:
             try:
-                return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
+                return self._run_task("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
             except TrialFailed as error:
                 if not (ran_out(str(error)) and self.today["phases"]):
                     raise
-                self.say(
-                    f"passes     those of today's short run, since a rank alone can't run the whole model: {error}"
-                )
-                return [self._outlined(each, machine) for each in self._order("outline", self.config, limit_s)]
+                why = "since a rank alone can't run the whole model"
+                self.say(f"passes     those of today's short run, {why}: {error}")
+                return [self._outlined(each, machine) for each in self._run_task("outline", self.config, limit_s)]
 
         answers = self._once("profile", "the passes of a rank alone, with the whole model, can't be measured", work)
         for text in dict.fromkeys(text for answer in answers for text in answer.get("failed", ())):
@@ -168,9 +160,8 @@ class Tuning:
         lossy, blocks = self.options.lossy, min(answer["blocks"] for answer in answers)
         self.batch_norm = any(answer["batch_norm"] for answer in answers)
         if self.batch_norm and self._is_exact(NOTHING) and not lossy:
-            self.say(
-                "choices    no other micro-batch, since it changes BatchNorm's numbers; tune.lossy=true tries some"
-            )
+            why = "since it changes BatchNorm's numbers"
+            self.say(f"choices    no other micro-batch, {why}; tune.lossy=true tries some")
         return candidates(self.config, self.place, lossy, self.options.without, blocks, backend, self.batch_norm)
 
     def _outlined(self, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
@@ -253,14 +244,12 @@ class Tuning:
         return f"median error of the predictions {statistics.median(misses):.1%}"
 
     def _canary(self, choice: Choice, random: bool, memory_bytes: float | None) -> Verdict:
-        """Run pairs of short runs, today's config and the winner, and judge them."""
-        exact = self._is_exact(choice)
         name = describe(choice)
         pairs = [(line["before"], line["after"]) for line in self.journal.all("pair") if line["choice"] == name]
-        judge = Judge(
-            exact, random and draws_anew(choice), self.options.bound,
-            self.today["precision"], memory_bytes,
-        )  # fmt: skip
+        split = any(kinds()[each].role == Role.SPLIT for each in choice.callbacks)
+        random = random and (split or "micro_batch" in choice.settings)  # dropout, say, draws other numbers
+        exact = self._is_exact(choice)
+        judge = Judge(exact, random, self.options.bound, self.today["precision"], memory_bytes)
         try:
             while len(pairs) < self.options.pairs:
                 before, after = (self.run_trial(each) for each in (NOTHING, choice))
@@ -277,7 +266,6 @@ class Tuning:
         return judge.judge(pairs)
 
     def _evidence(self, best: Tried, verdict: Verdict, tried: list[Tried]) -> list[str]:
-        """Return the lines of evidence for the result's file."""
         ranks = f"{self.place.world} rank(s), {self.place.local_world} a node"
         return [
             f"{time.strftime('%Y-%m-%d')}, {ranks}, {cpu_name()}: {describe(best.choice)}",
@@ -298,11 +286,6 @@ def refuse_part(steps: int, period: int) -> None:
             f"the run leaves {steps} step(s) to time, and ranks synchronise every {period}; give a smaller "
             "tune.warm, or a longer run"
         )
-
-
-def draws_anew(choice: Choice) -> bool:
-    """Return whether the choice draws other random numbers, such as dropout's, than today's config."""
-    return "micro_batch" in choice.settings or any(kinds()[name].role == Role.SPLIT for name in choice.callbacks)
 
 
 def outcome(tried: Tried) -> str:

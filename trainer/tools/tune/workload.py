@@ -33,7 +33,7 @@ def without_recomputation(setup: Setup) -> Workload:
 
 def outline(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is known of a model without running it: shapes and blocks, but no times or activations."""
-    recipe, model, optimizer = on_meta(config)
+    recipe, model, new_optimizer = on_meta(config)
     shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
     sizes = list(map(math.prod, shapes))
     try:
@@ -42,18 +42,11 @@ def outline(config: Mapping[str, Any]) -> dict[str, Any]:
         blocks = 0
     unknown = dict.fromkeys(("forward_s", "backward_s", "pass_s", "optimizer_s", "other_s", "data_s"), 0.0)
     unknown |= dict.fromkeys(("data_cpu", "activation_bytes", "boundary_bytes", "tied_bytes"), 0.0)
-    state = NUMBER * (2 + kept_by(optimizer)[0]) * sum(sizes)  # weights, gradients and what the optimizer keeps
+    state = NUMBER * (2 + kept_by(new_optimizer)[0]) * sum(sizes)  # weights, gradients and what the optimizer keeps
     return {
-        "parameters": sizes,
-        "shapes": shapes,
-        "compute": [],
-        "parts": [],
-        "part_of": [],
-        "blocks": blocks,
-        "batch_norm": normalises_by_batch(model.train()),
-        "state_bytes": state,
-        **unknown,
-    }
+        "parameters": sizes, "shapes": shapes, "compute": [], "parts": [], "part_of": [], "blocks": blocks,
+        "batch_norm": normalises_by_batch(model.train()), "state_bytes": state, **unknown,
+    }  # fmt: skip
 
 
 def with_phases(found: Mapping[str, Any], phases: Mapping[str, float], setup: Setup) -> dict[str, Any]:
