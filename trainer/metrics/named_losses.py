@@ -1,6 +1,7 @@
 """Measures the additional losses of a recipe whose `loss` returns several by name."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -11,18 +12,14 @@ from trainer.checks.recipe import is_one_number, refusal
 EXPECTED = "the tensor 'loss', and for each other name a tensor of one number, or a number"
 
 
+@dataclass(eq=False)
 class NamedLosses:
-    """`recipe.loss`, which may return a dict: `loss` is trained, the other entries are logged.
+    """`recipe.loss`, which may return a dict: `loss` is trained, the other entries are logged."""
 
-    Args:
-        recipe: User code may replace its `loss` during the run.
-        step: Returns the current step; None outside of steps, whose losses are not measured.
-    """
-
-    def __init__(self, recipe: Any, step: Callable[[], int | None]) -> None:
-        self.recipe, self.step = recipe, step
-        self.noted: int | None = None  # the step of `parts`
-        self.parts: list[dict[str, Any]] = []  # of each micro-batch
+    recipe: Any  # user code may replace its `loss` during the run
+    step: Callable[[], int | None]  # returns the current step; None outside of steps, whose losses are not measured
+    noted: int | None = None  # the step of `parts`
+    parts: list[dict[str, Any]] = field(default_factory=list)  # of each micro-batch
 
     def __call__(self, model: Any, batch: Any) -> Any:
         found = self.recipe.loss(model, batch)

@@ -11,11 +11,11 @@ of runs stay untouched.
 
 import argparse
 import math
-import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 from trainer.errors import ConfigError, require
@@ -162,12 +162,6 @@ def diverged(losses: Sequence[float]) -> bool:
     return len(losses) >= LEAST_STEPS and smoothed[-1] > max(DIVERGED * min(smoothed), smoothed[0])
 
 
-def slope(values: Sequence[float]) -> float:
-    middle = (len(values) - 1) / 2
-    weights = [number - middle for number in range(len(values))]
-    return sum(map(operator.mul, weights, values)) / sum(weight * weight for weight in weights)
-
-
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
     """Return the rate where the loss falls fastest, and a tenth of the rate at its least smoothed value.
 
@@ -176,7 +170,11 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]
     half = max(1, int(len(losses) * WINDOW / 2))
     smoothed = smooth(losses)
     least = min(range(half, len(losses)), key=smoothed.__getitem__)
-    descents = {i: slope(losses[i - half : i + half + 1]) for i in range(half, min(least, len(losses) - half))}
+    width = range(2 * half + 1)
+    descents = {
+        i: linear_regression(width, losses[i - half : i + half + 1]).slope
+        for i in range(half, min(least, len(losses) - half))
+    }
     if not descents or min(descents.values()) >= 0:
         raise ConfigError(
             f"the loss does not fall between the rates {rates[0]:g} and {rates[-1]:g}; "

@@ -1,6 +1,7 @@
 """The nested regions of a trace: a step, its phases as the clock marks them, and the callbacks' hooks in these."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -9,21 +10,18 @@ from torch.profiler import record_function
 from trainer.comm.phases import Phase
 
 
+@dataclass
 class Regions:
     """Opens and closes properly nested regions, as the listener of a clock.
 
     An interrupted phase continues around the one that interrupts it. Work on a device's gradient thread is not
     followed; it counts as the backward pass.
-
-    Args:
-        step: Returns the name of the step that begins; empty once no step is recorded any more.
-        validate: Called as a validation begins.
     """
 
-    def __init__(self, step: Callable[[], str], validate: Callable[[], None]) -> None:
-        self.step, self.validate = step, validate
-        self.thread = get_ident()
-        self.open: list[tuple[Any, bool]] = []  # regions, the outermost first, and whether each is a phase
+    step: Callable[[], str]  # returns the name of the step that begins; "" once no step is recorded any more
+    validate: Callable[[], None]  # called as a validation begins
+    thread: int = field(default_factory=get_ident)
+    open: list[tuple[Any, bool]] = field(default_factory=list)  # outermost first, and whether each is a phase
 
     def switch(self, phase: Phase) -> None:
         if phase == Phase.DATA:

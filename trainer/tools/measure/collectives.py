@@ -27,27 +27,17 @@ LEAST = 1 << 8  # bytes
 
 @dataclass(frozen=True)
 class Level:
-    """Groups of ranks that use one level of the network; all groups of a level run at once.
+    """Groups of ranks that use one level of the network; all groups of a level run at once."""
 
-    Attributes:
-        name: `inside` a node; `across` nodes, with one rank of each; or `all` ranks.
-        ranks: Ranks per group.
-        meter: The machine's meter, shared by all levels.
-    """
-
-    name: str
+    name: str  # `inside` a node; `across` nodes, with one rank of each; or `all` ranks
     group: dist.ProcessGroup
-    ranks: int
-    meter: Meter
+    ranks: int  # per group
+    meter: Meter  # of the machine, shared by all levels
 
 
 @dataclass(frozen=True)
 class Row:
-    """The time of a collective.
-
-    `cpu_seconds`, the mean over ranks, is the CPU time that their threads report. If it is `estimated`, it is a share
-    of the whole machine's, with interrupts.
-    """
+    """The time of a collective."""
 
     level: str
     collective: str
@@ -55,8 +45,8 @@ class Row:
     seconds: float
     algbw: float
     busbw: float
-    cpu_seconds: float
-    estimated: bool
+    cpu_seconds: float  # mean over ranks of the CPU time that their threads report
+    estimated: bool  # `cpu_seconds` is a share of the whole machine's instead, with interrupts
     ranks: int
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.cost.machine import CodecCost, Link, Machine, to_json
@@ -13,16 +13,17 @@ NO_LINK = Link(0.0, math.inf, 0.0)
 UNITS = {"bytes_per_s": (1e6, "MB/s"), "flop_per_s": (1e12, "TFLOP/s"), "samples_per_s": (1.0, "samples/s")}
 
 
+@dataclass
 class Report:
-    """The numbers of a bench, and a line for each part that could not be measured. `shows`: this rank prints."""
+    """The numbers of a bench, and a line for each part that could not be measured."""
 
-    def __init__(self, shows: bool) -> None:
-        self.shows, self.per_node = shows, 1
-        self.rows: list[Row] = []
-        self.fits: dict[tuple[str, str], Link] = {}  # by level and collective
-        self.codecs: dict[str, CodecCost] = {}
-        self.numbers: dict[str, Mapping[str, float]] = {}  # of the other parts
-        self.missed: list[str] = []
+    shows: bool  # this rank prints
+    per_node: int = 1
+    rows: list[Row] = field(default_factory=list)
+    fits: dict[tuple[str, str], Link] = field(default_factory=dict)  # by level and collective
+    codecs: dict[str, CodecCost] = field(default_factory=dict)
+    numbers: dict[str, Mapping[str, float]] = field(default_factory=dict)  # of the other parts
+    missed: list[str] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         if self.shows:

@@ -29,13 +29,7 @@ STATES = {"max_steps": "finished", "signal": "stopped by a signal", NOT_FINITE: 
 
 @dataclass
 class Run:
-    """A run as its files describe it.
-
-    Attributes:
-        config: Dotted key -> value, without secrets.
-        events: In the order of the files; the launcher's come last.
-        notes: One line for each thing that is missing or left out.
-    """
+    """A run as its files describe it."""
 
     folder: Path
     name: str
@@ -43,11 +37,11 @@ class Run:
     last_step: int
     ranks: RankTimes
     exchanges: list[Exchange]
-    events: list[dict[str, Any]]
+    events: list[dict[str, Any]]  # in the order of the files; the launcher's come last
     advice: list[dict[str, Any]]
-    config: dict[str, Any]
+    config: dict[str, Any]  # dotted key -> value, without secrets
     summary: dict[str, Any]
-    notes: list[str]
+    notes: list[str]  # one line for each thing that is missing or left out
 
     @property
     def state(self) -> str:

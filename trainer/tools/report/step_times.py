@@ -22,17 +22,12 @@ Table = NDArray[np.float64]
 
 @dataclass
 class RankTimes:
-    """Spans of steps. A rank that joins later has no steps in earlier spans.
-
-    Attributes:
-        last: The last step of each span (spans).
-        steps: Steps of each span and rank (spans, ranks).
-        seconds: Seconds by `PARTS`, then of the whole step (spans, ranks, parts + 1).
-    """
+    """Spans of steps. A rank that joins later has no steps in earlier spans."""
 
     most: int
-    last: Table = field(default_factory=lambda: np.empty(0))
-    steps: Table = field(default_factory=lambda: np.empty((0, 0)))
+    last: Table = field(default_factory=lambda: np.empty(0))  # the last step of each span
+    steps: Table = field(default_factory=lambda: np.empty((0, 0)))  # (spans, ranks)
+    # By `PARTS`, then of the whole step (spans, ranks, parts + 1).
     seconds: Table = field(default_factory=lambda: np.empty((0, 0, len(PARTS) + 1)))
 
     @property

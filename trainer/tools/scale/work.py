@@ -27,18 +27,12 @@ ADAMW = 2.0  # numbers that AdamW keeps per parameter: its moments
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a recipe on a device, and its memory.
-
-    Attributes:
-        precision: The precision of matrix products.
-        frozen_bytes: Parameters without gradient and state, which `workload` leaves out.
-        unknown: A line for each thing that is not in the numbers.
-    """
+    """The work of a recipe on a device, and its memory."""
 
     workload: Workload
-    precision: str
-    frozen_bytes: float
-    unknown: tuple[str, ...]
+    precision: str  # of matrix products
+    frozen_bytes: float  # of parameters without gradient and state, which `workload` leaves out
+    unknown: tuple[str, ...]  # a line for each thing that is not in the numbers
 
 
 def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) -> Work:

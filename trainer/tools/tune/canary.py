@@ -34,20 +34,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """The limits of a canary.
+    """The limits of a canary."""
 
-    Args:
-        exact: Both configs compute the same numbers, up to rounding.
-        random: Different micro-batches draw different random numbers, so losses are equal only on average.
-        bound: For a lossy config, the share by which its loss may be larger.
-        memory_bytes: Memory per rank; None: unknown.
-    """
-
-    exact: bool
-    random: bool
-    bound: float
+    exact: bool  # both configs compute the same numbers, up to rounding
+    random: bool  # other micro-batches draw other random numbers, so losses are equal only on average
+    bound: float  # for a lossy config, the share by which its loss may be larger
     precision: str = "fp32"
-    memory_bytes: float | None = None
+    memory_bytes: float | None = None  # per rank; None: unknown
 
     def judge(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Verdict:
         """Judge pairs of results of `run_trial`, today's and the winner's, with a `score_s` each."""

@@ -20,23 +20,16 @@ SIMULATED = READ - {"data.workers"} | {"nccl.algo"}  # settings that change more
 
 @dataclass(frozen=True)
 class Model:
-    """The cost model with its corrections.
-
-    Args:
-        today_s: Measured seconds of today's step, the unit of the correction `other`.
-        whole: Returns all callbacks and settings of today's config with a choice.
-        factors: Logarithms of the corrections, by the names of `TRUST`.
-        residuals: By family, logarithms of measured over predicted seconds.
-    """
+    """The cost model with its corrections."""
 
     machine: Machine
     workload: Workload
     batch: int
-    today_s: float
-    whole: Callable[[Choice], Choice]
+    today_s: float  # measured seconds of today's step, the unit of the correction `other`
+    whole: Callable[[Choice], Choice]  # returns all callbacks and settings of today's config with a choice
     family: Callable[[Choice], str]
-    factors: Mapping[str, float] = field(default_factory=dict)
-    residuals: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)  # logarithms, by the names of `TRUST`
+    residuals: Mapping[str, float] = field(default_factory=dict)  # by family, of log(measured / predicted)
     known: dict[str, Prediction] = field(default_factory=dict, init=False)  # without the wait for data
 
     def predict(self, choice: Choice) -> Prediction:

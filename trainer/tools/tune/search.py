@@ -40,23 +40,16 @@ class Tried:
 
 @dataclass
 class Search:
-    """A search among `choices`, starting from the trial of today's config.
-
-    Args:
-        measure: Runs a trial; returns the seconds of a step and the score.
-        time_left: Returns the seconds left for trials.
-        note: Called with each finished trial.
-        tried: Earlier trials, including an interrupted search's; the first is today's config.
-    """
+    """A search among `choices`, starting from the trial of today's config."""
 
     model: Model
     choices: Sequence[Choice]
-    measure: Callable[[Choice], tuple[float, float]]
-    time_left: Callable[[], float]
-    note: Callable[[Tried, Model], Any]
+    measure: Callable[[Choice], tuple[float, float]]  # runs a trial: seconds of a step, score
+    time_left: Callable[[], float]  # for trials
+    note: Callable[[Tried, Model], Any]  # called with each finished trial
     cost_s: Callable[[], float]  # of a trial, apart from its steps
     steps: Callable[[Choice], int]  # of its trial
-    tried: list[Tried]
+    tried: list[Tried]  # earlier trials, including an interrupted search's; the first is today's config
 
     def run(self) -> tuple[Tried, str]:
         """Return the best trial, and why the search ended."""

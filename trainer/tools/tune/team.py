@@ -42,17 +42,11 @@ class TrialFailed(Exception):
 
 @dataclass
 class Team:
-    """The ranks of a search.
+    """The ranks of a search."""
 
-    Args:
-        place: The first rank that this process forks; `place.starts` means all of its node.
-        folder: For temporary files of the trials; private to this process unless ranks share a machine.
-        work: Runs one task on one rank, and returns its result.
-    """
-
-    place: Place
-    folder: Path
-    work: Callable[[Any, Place], Answer]
+    place: Place  # the first rank that this process forks; `place.starts` means all of its node
+    folder: Path  # for temporary files of the trials; private to this process unless ranks share a machine
+    work: Callable[[Any, Place], Answer]  # runs one task on one rank, and returns its result
     store: Any = None  # of the launcher's processes; None: this process forks all ranks
     number: int = 0  # of the trial
 

@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.callback import Role
@@ -33,28 +33,27 @@ from trainer.tools.tune.workload import make_workload, with_phases, without_reco
 SLOWEST = 10  # times as long as today's trial, from which on a trial counts as hung
 
 
+@dataclass
 class Tuning:
-    """A search for a faster config of one run.
+    """A search for a faster config of one run."""
 
-    Args:
-        config: Today's config.
-        journal: The record of an interrupted search, and of this one.
-        say: Prints a line for the user.
-    """
+    config: dict[str, Any]  # today's
+    options: TuneOptions
+    team: Team
+    journal: Journal  # of an interrupted search, and of this one
+    say: Callable[[str], Any]  # prints a line for the user
+    cuda: bool = False  # known with the links
+    batch_norm: bool = False  # known with the passes: the numbers depend on the micro-batch
+    began: float = field(default_factory=time.monotonic)
+    walls: list[float] = field(default_factory=list)  # seconds of trials outside their timed steps
+    today: dict[str, Any] = field(default_factory=dict)
+    wholes: dict[str, Choice] = field(default_factory=dict)  # by callbacks and micro-batch, asked for repeatedly
+    number: int = 0
+    search: Search = field(init=False)
+    why: str = ""  # the search ended
 
-    def __init__(
-        self, config: dict[str, Any], options: TuneOptions, team: Team, journal: Journal, say: Callable[[str], Any]
-    ) -> None:
-        self.config, self.options, self.team, self.journal, self.say = config, options, team, journal, say
-        self.cuda = False  # known with the links
-        self.batch_norm = False  # known with the passes: the numbers depend on the micro-batch
-        self.place, self.began = team.place, time.monotonic()
-        self.walls: list[float] = []  # seconds of trials outside their timed steps
-        self.today: dict[str, Any] = {}
-        self.wholes: dict[str, Choice] = {}  # by callbacks and micro-batch: a search asks again and again
-        self.number = 0
-        self.search: Search
-        self.why = ""  # the search ended
+    def __post_init__(self) -> None:
+        self.place = self.team.place
 
     @property
     def elapsed_s(self) -> float:
