@@ -1,12 +1,15 @@
 """Counts the bytes of a training process, and finds the settings that would save some of them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.monitors.memory.allocator import GIB
+from trainer.parallel.memory_search import state_share
 
 LEAST = 0.005  # of all bytes: a setting that saves less is not named
 
@@ -55,18 +58,20 @@ def size(tensors: Iterable[Tensor]) -> int:
     return sum({(p.data_ptr(), p.device): p.numel() * p.element_size() for p in parts}.values())
 
 
-def count_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> tuple[int, bool]:
-    """Return the bytes of the optimizer's state, and whether they are only predicted, before its first step.
+def count_state(
+    optimizer: Optimizer, parameters: Iterable[Tensor], new_optimizer: Callable[[nn.Module], Optimizer]
+) -> tuple[int, bool]:
+    """Return the bytes of the optimizer's state; before its first step, a prediction and True.
 
-    A state like Adam's has a tensor per parameter for each of the group's betas; momentum has one. They are float32,
-    also for weights stored in bf16. `parameters` are those that this rank steps.
+    `parameters` are those that this rank steps. Those in bf16 have a float32 state, too.
     """
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     if held:
         return size(held), False
-    group = optimizer.param_groups[0]
-    tensors = len(group["betas"]) if "betas" in group else bool(group.get("momentum"))
-    return tensors * sum(size([p]) * max(1, 4 // p.element_size()) for p in parameters), True
+    share = 0.0
+    with suppress(Exception):  # of an optimizer that only steps its recipe's model; advice must not fail
+        share = state_share(new_optimizer, torch.device("cpu"))
+    return int(share * sum(size([p]) * max(1, 4 // p.element_size()) for p in parameters)), True
 
 
 def advise(use: Use, setting: Setting) -> str:

@@ -146,8 +146,8 @@ def snapshot_file(trainer: Context) -> Path:
 def count(trainer: Context, max_share: float | None) -> Use:
     module, parameters = trainer.module, trainer.parameters
     gradients = size(parameters) + trainer.strategy.bucket_bytes
-    owned = trainer.strategy.owned
-    state, expected = count_state(trainer.optimizer, parameters if owned is None else owned)
+    stepped = parameters if trainer.strategy.owned is None else trainer.strategy.owned
+    state, expected = count_state(trainer.optimizer, stepped, trainer.new_optimizer)
     peak, limit = allocator.peak_resident(), 0
     if trainer.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(trainer.device)
