@@ -1,4 +1,4 @@
-"""`Trainer.evaluate` and `Trainer.predict`, with a run's first weights before it and its last ones after it."""
+"""Implements `Trainer.evaluate` and `Trainer.predict`: before `fit` with its first weights, later with its last."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

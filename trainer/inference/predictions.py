@@ -1,4 +1,4 @@
-"""Predictions for samples: collected over batches and ranks, in the data's order, and written to a file."""
+"""Collects predictions over batches and ranks, in the data's order, and writes them to a file."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Writes `metrics.csv`: one row a logged step and one a validation, for spreadsheets and pandas."""
+"""Writes `metrics.csv`, a row for each logged step and each validation, for spreadsheets and pandas."""
 
 import csv
 import io

@@ -1,4 +1,4 @@
-"""Writes `events.jsonl`: when the run started, resumed, saved, validated, left steps out, and why it ended."""
+"""Writes `events.jsonl`: starts, resumes, checkpoints, validations and skipped steps, and why the run ended."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The base of loggers: a run's numbers go to one place more."""
+"""The base class of loggers, which write a run's numbers to one more place."""
 
 from trainer.callback import Callback, only_logged
 from trainer.context import Context

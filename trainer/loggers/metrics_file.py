@@ -1,4 +1,4 @@
-"""Writes `metrics.jsonl`: one JSON object per line. A resume loses and repeats no line."""
+"""Writes `metrics.jsonl`: one JSON object per line. A resume neither loses nor repeats a line."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reads the settings of a run that loggers show: every value of its config, by dotted key, without secrets."""
+"""Reads a run's settings for loggers: every value of its config, by dotted key, without secrets."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

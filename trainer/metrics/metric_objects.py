@@ -1,4 +1,4 @@
-"""Supports torchmetrics objects in a recipe, which updates them; they are computed at the end of a validation."""
+"""Supports torchmetrics objects in a recipe: it updates them, and they are computed at the end of a validation."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

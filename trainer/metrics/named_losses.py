@@ -1,4 +1,4 @@
-"""Measures the additional losses of a recipe whose `loss` returns several by name."""
+"""Measures the additional losses of a recipe whose `loss` returns several."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

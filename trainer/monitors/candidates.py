@@ -1,4 +1,4 @@
-"""Finds out which further callbacks a run would take, so that advice names no other."""
+"""Finds the further callbacks that a run would accept, so that advice names no others."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""echelon compare RUN...: how runs differ, as tables: changed keys, last and best metrics."""
+"""echelon compare RUN...: shows how runs differ: changed keys, last and best metrics."""
 
 import json
 import math

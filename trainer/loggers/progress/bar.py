@@ -1,4 +1,4 @@
-"""Draws the line of a run on a terminal with rich, which takes a tenth of a second to import."""
+"""Draws the progress bar on a terminal with rich, whose import takes a tenth of a second."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Describes a moment of a run in one line, and lays the line out in the columns of a terminal."""
+"""Describes a moment of a run in one line, and fits the line into the columns of a terminal."""
 
 from datetime import timedelta
 from typing import NamedTuple

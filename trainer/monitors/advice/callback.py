@@ -1,4 +1,4 @@
-"""Advises on the speed of a run: each finding once, with its number, its limit and the setting that answers."""
+"""Advises on the speed of a run: each finding once, with its number, its limit and the setting that fixes it."""
 
 import json
 import os

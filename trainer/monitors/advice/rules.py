@@ -1,4 +1,4 @@
-"""The thresholds of advice: each rule reads numbers of a logged step, and names the setting that answers."""
+"""The thresholds of advice: each rule reads numbers of a logged step, and names the setting that fixes a problem."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Adds numbers of the GPU and of the host to the metrics."""
+"""Adds numbers about the GPU and the host to the metrics."""
 
 from collections.abc import Iterator
 

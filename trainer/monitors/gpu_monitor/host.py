@@ -1,4 +1,4 @@
-"""Measures the host: CPU, memory, disks and network. In a container with limits, the container's CPU and memory."""
+"""Measures the host: CPU, memory, disks and network. In a container with limits, CPU and memory are the container's."""
 
 import time
 from collections.abc import Callable, Iterator

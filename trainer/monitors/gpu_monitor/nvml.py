@@ -1,4 +1,4 @@
-"""Reads one GPU through NVML, by NVIDIA's package nvidia-ml-py. Other packages of the name pynvml lack functions."""
+"""Reads one GPU through NVML, with NVIDIA's package nvidia-ml-py. Other packages named pynvml lack functions."""
 
 import contextlib
 import time

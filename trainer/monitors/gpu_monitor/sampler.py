@@ -1,4 +1,4 @@
-"""Takes samples in a thread of its own, so that no step waits for them."""
+"""Takes samples in a separate thread, so that no step waits for them."""
 
 import threading
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Measures peak memory, limits what the process may take of a GPU, and advises when memory runs out."""
+"""Measures peak memory, limits the process's share of a GPU, and advises when memory runs out."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""Records some steps of a run with torch.profiler: a trace for each rank, with the phases and callbacks by name."""
+"""Records some steps of a run with torch.profiler: a trace for each rank, with phases and callbacks by name."""
 
 from collections.abc import Iterator
 

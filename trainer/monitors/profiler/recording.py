@@ -1,4 +1,4 @@
-"""One recording of torch.profiler: its begin, its end, and its files."""
+"""One recording by torch.profiler: its start, its end, and its files."""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""The nested regions of a trace: a step, its phases as the clock marks them, and the callbacks' hooks in these."""
+"""The nested regions of a trace: steps, their phases according to the clock, and the callbacks' hooks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Examines folders: free space, and the speed of a small file, within a time limit that a dead file system meets."""
+"""Examines folders: free space, and the speed of a small file. A dead file system costs no more than a time limit."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Brings the findings of all ranks together by torch's store, so that a rank which can't connect has a name.
+"""Gathers the findings of all ranks over torch's store, so that a rank that can't connect is known by its number.
 
 Then the ranks connect by gloo, as in a run, and compare their clocks.
 """

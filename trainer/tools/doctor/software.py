@@ -1,4 +1,4 @@
-"""Examines Python, torch with its libraries, packages, and variables that they read."""
+"""Examines Python, torch with its libraries, packages, and the environment variables that they read."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, on ranks that read data with it: what `evaluate` and `predict` have in common."""
+"""Runs a checkpoint's model over data, on several ranks: the common part of `evaluate` and `predict`."""
 
 import argparse
 import os

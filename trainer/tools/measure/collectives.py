@@ -1,4 +1,4 @@
-"""Measures collectives over message sizes as nccl-tests does, on the process groups that training has."""
+"""Measures collectives over message sizes as nccl-tests does, on the same process groups as training."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Collects what the bench has measured: as lines on the terminal, as JSON, and as the cost model's `Machine`."""
+"""Collects a bench's measurements: as lines on the terminal, as JSON, and as the cost model's `Machine`."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Measures a disk, and the reading of shards as training reads them."""
+"""Measures a disk, and reading shards as in training."""
 
 import os
 import tempfile

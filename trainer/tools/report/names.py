@@ -1,4 +1,4 @@
-"""Metrics as a reader wants them: sections, titles and units."""
+"""How a reader wants to see metrics: sections, titles and units."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Lays the page out: cards of runs, charts by section, tables of metrics, events, advice and configs."""
+"""Lays out the page: cards of runs, charts by section, tables of metrics, events, advice and configs."""
 
 import base64
 import hashlib

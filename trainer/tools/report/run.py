@@ -1,4 +1,4 @@
-"""Reads all that the folder of a run has. A missing file becomes a line of `notes`, never an error."""
+"""Reads everything in the folder of a run. A missing file becomes a line of `notes`, never an error."""
 
 from collections import Counter
 from collections.abc import Mapping

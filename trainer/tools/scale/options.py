@@ -1,4 +1,4 @@
-"""The words of the command that are no settings of a run. Imports no torch."""
+"""Parses the words of the command that are not settings of a run. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,4 +1,4 @@
-"""Shows rows: as a table, as JSON, as a picture."""
+"""Shows rows as a table, as JSON or as a plot."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The rows of the table: each way to train on each number of nodes, its speed, memory, checkpoints and failures."""
+"""Predicts the rows of the table: speed, memory, checkpoints and failures of each strategy on each number of nodes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

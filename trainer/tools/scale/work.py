@@ -1,4 +1,4 @@
-"""The work of a recipe, counted without a device: parameters on the meta device, and `flops_per_sample`."""
+"""Counts the work of a recipe without a device: parameters on the meta device, and `flops_per_sample`."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Says how a running job is stopped and resumed with a result, if a resume with the result would be accepted."""
+"""Prints how to stop a running job and resume it with the result, provided that the resume would be accepted."""
 
 import shlex
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Corrects the cost model by what trials measure: factors on links, passes and codecs, then one for each family."""
+"""Corrects the cost model by measured trials: factors on links, passes and codecs, then one for each family."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

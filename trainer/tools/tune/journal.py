@@ -1,4 +1,4 @@
-"""A search's journal: one line of JSON for each thing done, so that a killed search resumes where it was."""
+"""Keeps a search's journal, a line of JSON for each thing done, so that a killed search can resume."""
 
 import errno
 import fcntl

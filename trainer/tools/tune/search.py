@@ -1,4 +1,4 @@
-"""Tries the most promising choices until no prediction beats what was measured, or the time is over."""
+"""Tries the most promising choices until no prediction beats the best measurement, or the time is over."""
 
 import math
 import statistics

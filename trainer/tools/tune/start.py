@@ -1,4 +1,4 @@
-"""Starts the processes of a tool that trains for a moment: a team of ranks, and the first process that leads it."""
+"""Starts the processes of a tool that trains briefly: a team of ranks, and the first process, which leads it."""
 
 import gc
 import importlib

@@ -1,4 +1,4 @@
-"""Runs trials in processes of their own: a fork for each rank, which a failure, a hang or a lack of memory ends alone.
+"""Runs trials in separate processes, a fork per rank, so that a failure, a hang or a lack of memory only ends them.
 
 Without a launcher, one process forks all ranks of this machine. Under a launcher, each process forks its own rank, and
 the first one sends the tasks over the launcher's store. The ranks of a trial then meet at a new port of the first

@@ -1,4 +1,4 @@
-"""One short run of a config on one rank: the seconds of each step, the losses, the memory; nothing else is kept."""
+"""Makes one short run of a config on one rank, and returns step times, losses and memory; nothing else is kept."""
 
 import itertools
 import resource

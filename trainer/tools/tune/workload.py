@@ -1,4 +1,4 @@
-"""The workload that predictions start from: of the passes that ranks have measured alone, or of today's short run."""
+"""The workload that predictions start from: measured by each rank alone, or derived from today's short run."""
 
 import dataclasses
 import math
