@@ -1,4 +1,4 @@
-"""echelon compare RUN...: shows how runs differ: changed keys, last and best metrics."""
+"""echelon compare RUN...: shows in tables how runs differ, with changed keys, last and best metrics."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""echelon evaluate CHECKPOINT [KEY=VALUE...]: metrics of a checkpoint's model over validation data."""
+"""echelon evaluate CHECKPOINT [KEY=VALUE...]: prints the metrics of a checkpoint's model over validation data."""
 
 import argparse
 import sys

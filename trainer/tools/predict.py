@@ -1,4 +1,4 @@
-"""echelon predict CHECKPOINT --output FILE [KEY=VALUE...]: predictions of a checkpoint, in order."""
+"""echelon predict CHECKPOINT --output FILE [KEY=VALUE...]: writes a checkpoint's predictions, in the data's order."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""echelon report RUN...: writes one self-contained HTML page about runs, side by side."""
+"""echelon report RUN...: writes one self-contained HTML page that compares runs."""
 
 import sys
 import time

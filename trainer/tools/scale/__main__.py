@@ -1,4 +1,4 @@
-"""echelon scale [SETTINGS OF THE RUN] [KEY=VALUE ...]: predicts a run on machines that nobody has here.
+"""echelon scale [SETTINGS OF THE RUN] [KEY=VALUE ...]: predicts a run on machines that you do not have.
 
 The cost model of `tune` predicts speed, efficiency, waiting, memory, checkpoints and failures on any number of nodes.
 Nothing is trained, and no device is needed. docs/cost-model.md has the formulas, and what they were checked against.
