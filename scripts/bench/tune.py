@@ -40,7 +40,7 @@ from trainer.process.environment import detect
 from trainer.tools.tune.candidates import NOTHING, describe
 from trainer.tools.tune.journal import Journal
 from trainer.tools.tune.options import TuneOptions
-from trainer.tools.tune.orders import run_order
+from trainer.tools.tune.tasks import run_task
 from trainer.tools.tune.team import Team, TrialFailed
 from trainer.tools.tune.tuning import Tuning
 
@@ -141,12 +141,12 @@ def run_rank(measure: Callable[[Team, Path], list[Row]], file: Path) -> None:
     importlib.import_module("torch._dynamo")
     gc.freeze()
     with tempfile.TemporaryDirectory() as name:
-        team = Team(place, Path(name), run_order)
+        team = Team(place, Path(name), run_task)
         try:
             if team.leads:
                 file.write_text(json.dumps(measure(team, Path(name))))
             else:
-                team.obey()
+                team.serve()
         finally:
             team.close()
 

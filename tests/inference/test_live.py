@@ -15,7 +15,7 @@ from trainer.callbacks.shard.callback import Shard
 from trainer.callbacks.swa import SWA
 from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
-from trainer.inference.live import way_out
+from trainer.inference.live import alternative
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -141,9 +141,9 @@ def test_a_run_that_goes_on_is_not_read():
 def test_the_command_is_named_for_a_run_that_has_a_config():
     trainer = make(Place())
     trainer.fit()
-    assert way_out(trainer, "predict") == "make another Trainer, with Options(resume='ckpt/r')"
+    assert alternative(trainer, "predict") == "make another Trainer, with Options(resume='ckpt/r')"
     (trainer.run_dir / "config.yaml").touch()
-    assert way_out(trainer, "predict") == "use echelon predict runs/r"
+    assert alternative(trainer, "predict") == "use echelon predict runs/r"
 
 
 def test_what_has_no_order_or_no_data_is_refused():

@@ -89,10 +89,6 @@ def test_suggestions_are_where_the_curve_says(noise: float) -> None:
         assert 1e-3 <= found["steepest"] <= 2e-2 and 3e-3 <= found["tenth"] <= 5e-2
 
 
-def test_a_slope_is_that_of_the_line() -> None:
-    assert lr_find.slope([1.0, 3.0, 5.0]) == 2 and lr_find.slope([0.0, 1.0, 0.0, 1.0]) == pytest.approx(0.2)
-
-
 def test_a_loss_that_never_falls_gets_no_suggestion() -> None:
     with pytest.raises(ConfigError, match="the loss does not fall between the rates 0"):
         lr_find.suggest([0.1, 0.5, 1.0], [1.0, 2.0, 3.0])

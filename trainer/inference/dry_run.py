@@ -16,12 +16,7 @@ FOLDER = "echelon-dry-run"  # the run's folder, inside a temporary one
 
 
 class DryRun(Callback):
-    """Ends the run after two steps.
-
-    Args:
-        left_out: Names of the callbacks that would create a run on a server.
-        batches: Number of batches in a validation.
-    """
+    """Ends the run after two steps. `left_out` names the callbacks that would create a run on a server."""
 
     role = Role.OBSERVE
 
@@ -39,11 +34,7 @@ class DryRun(Callback):
 
 
 def dried(options: Options, folder: Path) -> Options:
-    """Return the options of a dry run whose files are in `folder`. An overfit run validates on its own batches.
-
-    Raises:
-        ConfigError: The run would resume from a checkpoint, which a dry run does not do.
-    """
+    """Return the options of a dry run whose files are in `folder`. An overfit run validates on its own batches."""
     if options.resume is not None:
         raise ConfigError(f"trainer.dry_run=true: makes a new run, and trainer.resume={options.resume}; leave one out")
     limits = options.limit_batches
@@ -57,11 +48,9 @@ def dried(options: Options, folder: Path) -> Options:
 
 
 class DryFolder:
-    """The options and callbacks of a run. A dry run's get a temporary folder, which is removed with this object.
+    """A run's options and callbacks. A dry run gets a temporary folder, and no callbacks that send to a server.
 
-    A dry run leaves out callbacks that send to a server.
-
-    If a launcher has planned the dry run, its ranks already have a folder.
+    If a launcher has planned the dry run, its ranks already have the folder.
     """
 
     def __init__(self, options: Options, callbacks: Mapping[str, Callback]) -> None:
@@ -76,6 +65,5 @@ class DryFolder:
             self.options = dried(options, Path(self.folder.name))
 
     def close(self) -> None:
-        """Remove the folder."""
         if self.folder:
             self.folder.cleanup()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -28,44 +29,26 @@ from trainer.precision import Precision
 from trainer.validation import Evaluator
 
 
+@dataclass
 class Inference:
-    """Runs a model over a recipe's data, split over the ranks: each sample is read by one rank.
+    """Runs a model over a recipe's data, split over the ranks: each sample is read by one rank."""
 
-    Args:
-        micro: Samples per forward pass on one rank.
-        asked: Whether `micro` overrides a data set's `validation_batch`.
-        replicas: The group over which the first rank's buffers are broadcast; None: each rank uses its own.
-        lockstep: Every forward pass needs all ranks.
-        data_rank, data_world: This rank among those that read different samples, and their number.
-        beat: Called after each batch.
-    """
-
-    def __init__(
-        self,
-        recipe: Any,
-        ranks: Ranks,
-        precision: Precision,
-        data: DataOptions,
-        *,
-        micro: int,
-        seed: int,
-        asked: bool = False,
-        replicas: ProcessGroup | None = None,
-        lockstep: bool = False,
-        data_rank: int = 0,
-        data_world: int = 1,
-        beat: Callable[[], object] = lambda: None,
-    ) -> None:
-        self.recipe, self.ranks, self.precision, self.data = recipe, ranks, precision, data
-        self.micro, self.seed, self.replicas, self.lockstep = micro, seed, replicas, lockstep
-        self.data_rank, self.data_world, self.beat, self.asked = data_rank, data_world, beat, asked
+    recipe: Any
+    ranks: Ranks
+    precision: Precision
+    data: DataOptions
+    _: KW_ONLY
+    micro: int  # samples per forward pass on one rank
+    seed: int
+    asked: bool = False  # `micro` overrides a data set's `validation_batch`
+    replicas: ProcessGroup | None = None  # its first rank broadcasts its buffers; None: each rank uses its own
+    lockstep: bool = False  # every forward pass needs all ranks
+    data_rank: int = 0  # this rank among those that read different samples
+    data_world: int = 1  # the number of these ranks
+    beat: Callable[[], object] = lambda: None  # called after each batch
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective.
-
-        Raises:
-            ConfigError, DataError: As in `Evaluator.evaluate`.
-        """
+        """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective."""
         source, loader = self._open(split, weight_of(self.recipe))
         with closing(loader):
             evaluator = Evaluator(
@@ -80,13 +63,7 @@ class Inference:
         return metrics
 
     def predict(self, model: nn.Module, split: str) -> Predictions:
-        """Return what `recipe.predict` gives for all samples of `recipe.data(split)`, in their order. A collective.
-
-        Raises:
-            ConfigError: The recipe has no `predict`, or it returns a number of rows that is not the batch's.
-            DataError: The data has no order over the ranks, or a sample can't be read.
-            DistError: Another rank has failed.
-        """
+        """Return the outputs of `recipe.predict` for all samples of `recipe.data(split)`, in order. A collective."""
         if not callable(getattr(self.recipe, "predict", None)):
             kind = type(self.recipe).__name__
             raise ConfigError(f"recipe: {kind} has no method 'predict'; define predict(model, batch)")
@@ -106,11 +83,7 @@ class Inference:
         return own.gathered(self.ranks)
 
     def _report_bad(self, bad: dict[int, tuple[int, str]], samples: int) -> None:
-        """Report the number of bad samples, and why the first of them is bad.
-
-        Raises:
-            DataError: There are too many bad samples.
-        """
+        """Log how many samples are bad, and why the first one is. Raises DataError if there are too many."""
         count, first = sum(count for count, _ in bad.values()), next((why for _, why in bad.values()), "")
         if count > allowed(self.data.max_bad, samples):
             raise DataError(f"data.max_bad: {count} samples could not be read; the first: {first}")

@@ -1,4 +1,4 @@
-"""`Trainer.evaluate` and `Trainer.predict`, with a run's first weights before it and its last ones after it."""
+"""Implements `Trainer.evaluate` and `Trainer.predict`: before `fit` with its first weights, later with its last."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,46 +26,42 @@ def evaluate(trainer: Context, split: str) -> dict[str, float]:
 def predict(trainer: Context, split: str) -> Predictions:
     """Return the predictions of the trainer's model for `recipe.data(split)`. A collective."""
     if not trainer.strategy.whole:
-        raise ConfigError(f"predict: each rank has a part of the model; {way_out(trainer, 'predict')}")
+        raise ConfigError(f"predict: each rank has a part of the model; {alternative(trainer, 'predict')}")
     with inference(trainer, "predict") as reads:
         return reads.predict(trainer.eval_model, split)
 
 
 @contextmanager
 def inference(trainer: Context, what: str) -> Iterator[Inference]:
-    """Create an `Inference` with the trainer's model. Ranks whose run has ended reconnect for its duration.
-
-    Raises:
-        ConfigError: The ranks' run is still training, has failed, or has ended and each rank has a part of the model.
-    """
+    """Yield an `Inference` with the trainer's model. Ranks whose run has ended reconnect for its duration."""
     several, strategy = trainer.world > 1, trainer.strategy
     if several and trainer.fitted and not (trainer.closed and strategy.whole):
-        way = way_out(trainer, what)
+        fix = alternative(trainer, what)
         if trainer.closed:
-            raise ConfigError(f"{what}: each rank has a part of the model; {way}")
-        raise ConfigError(f"{what}: the run is still training, or has failed; call it after fit, or {way}")
+            raise ConfigError(f"{what}: each rank has a part of the model; {fix}")
+        raise ConfigError(f"{what}: the run is still training, or has failed; call it after fit, or {fix}")
     if not trainer.fitted:
         load_first_weights(trainer)
-    options, again = trainer.options, several and trainer.closed
+    options, reconnects = trainer.options, several and trainer.closed
     ranks = trainer.ranks
-    if again:
+    if reconnects:
         ranks = Ranks(trainer.ranks.place, options.accelerator, options.backend, options.timeout_s)
     try:
         yield Inference(
             trainer.recipe, ranks, trainer.precision, trainer.plan.data, micro=trainer.plan.micro, seed=options.seed,
-            replicas=dist.group.WORLD if again else strategy.replicas, lockstep=strategy.lockstep and not again,
-            data_rank=strategy.data_rank, data_world=strategy.data_world,
-            beat=(lambda: None) if trainer.closed else trainer.heartbeat.beat,
+            replicas=dist.group.WORLD if reconnects else strategy.replicas,
+            lockstep=strategy.lockstep and not reconnects, data_rank=strategy.data_rank,
+            data_world=strategy.data_world, beat=(lambda: None) if trainer.closed else trainer.heartbeat.beat,
         )  # fmt: skip
-        if again:
+        if reconnects:
             ranks.leave()
     finally:
-        if again:
+        if reconnects:
             ranks.close()
 
 
-def way_out(trainer: Context, what: str) -> str:
-    """Return the alternative: a command if the run has a config and a checkpoint, else another Trainer."""
+def alternative(trainer: Context, what: str) -> str:
+    """Return a command if the run has a config and a checkpoint, else the Trainer to make instead."""
     saved = folder_of(trainer)
     resume = f", with Options(resume='{saved}')" if locate.checkpoints(saved) else ""
     if resume and (trainer.run_dir / "config.yaml").exists():

@@ -10,19 +10,13 @@ from trainer.loggers.progress.callback import Progress
 
 
 def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Mapping[str, Callback]:
-    """Return name -> callback. Callbacks in a list are named after their class; in a notebook, `progress` is added.
-
-    Raises:
-        ConfigError: An item is not a callback, or two have the same name.
-    """
+    """Return callbacks by name; those in a list are named after their class. In a notebook, `progress` is added."""
     if isinstance(callbacks, Mapping):
         return callbacks  # pyright: ignore[reportReturnType] no mapping has callbacks as its keys
     callbacks = [] if callbacks is None else callbacks
     if not isinstance(callbacks, Iterable) or isinstance(callbacks, str):
-        given = type(callbacks).__name__
-        raise ConfigError(
-            f"callbacks: is a value of type {given}; give a list, as [EMA()], or a dict of name -> callback"
-        )
+        fix = "give a list, as [EMA()], or a dict of name -> callback"
+        raise ConfigError(f"callbacks: is a value of type {type(callbacks).__name__}; {fix}")
     named: dict[str, Callback] = {}
     for callback in callbacks:
         refuse_no_callback("callbacks", callback)
@@ -33,10 +27,6 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
                 f"{{'a': {kind}(...), 'b': {kind}(...)}}"
             )
         named[name] = callback
-    return {"progress": Progress(), **named} if in_notebook() else named
-
-
-def in_notebook() -> bool:
-    """Return whether this process is a notebook kernel, such as Jupyter's or Colab's."""
     ipython = sys.modules.get("IPython")
-    return hasattr(ipython.get_ipython() if ipython else None, "kernel")
+    in_notebook = hasattr(ipython.get_ipython() if ipython else None, "kernel")  # Jupyter's or Colab's
+    return {"progress": Progress(), **named} if in_notebook else named

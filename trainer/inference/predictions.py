@@ -1,4 +1,4 @@
-"""Predictions for samples: collected over batches and ranks, in the data's order, and written to a file."""
+"""Collects predictions over batches and ranks, in the data's order, and writes them to a file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ class Predictions:
     """Rows for samples, in the data's order.
 
     Attributes:
-        index: The number of each sample in the data. Samples that can't be read are not there.
-        keys: The key of each sample of a shard; the number of a dataset's sample, as text.
-        columns: By name: a tensor (samples, ...), or a list of plain values. A column without a name is `prediction`.
+        index: The number of each sample in the data; samples that can't be read are missing.
+        keys: The key of each sample of a shard; for a dataset, the sample's number as text.
+        columns: By name, a tensor (samples, ...) or a list of plain values. An unnamed output is `prediction`.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,6 @@ class Predictions:
         return self.columns[name]
 
     def add(self, index: list[int], keys: list[str], rows: dict[str, Column]) -> None:
-        """Add the rows of a batch.
-
-        Raises:
-            ConfigError: The batch before had other names.
-        """
         if self._parts and self._parts.keys() != rows.keys():
             names = f"{', '.join(rows)} for one batch and {', '.join(self._parts)} for another"
             raise ConfigError(f"recipe.predict(): returned {names}; return the same names for each batch")
@@ -81,12 +76,10 @@ class Predictions:
         return whole
 
     def write(self, file: Path) -> None:
-        """Write a line of JSON for each sample, or tensors of safetensors, by the suffix of the file.
-
-        In JSON, NaN and infinity become null.
+        """Write JSON lines or safetensors, by the suffix of the file. In JSON, NaN and infinity become null.
 
         Raises:
-            ConfigError: The suffix is another one, the format lacks a column's values, or the file can't be written.
+            ConfigError: The suffix is unknown, the format lacks a column's values, or the file can't be written.
         """
         refuse_format(file)
         try:
@@ -117,17 +110,14 @@ class Predictions:
 
 
 def refuse_format(file: Path) -> None:
-    """Raise ConfigError if predictions have no format of this suffix."""
     if file.suffix not in FORMATS:
         raise ConfigError(f"{file}: predictions are written as {' or '.join(FORMATS)}; give a file of such a name")
 
 
 def rows_of(output: Any, samples: int) -> dict[str, Column]:
-    """Return what `recipe.predict` returned for a batch as columns on the CPU.
+    """Return a batch's output of `recipe.predict` as columns on the CPU.
 
-    Raises:
-        ConfigError: The output has another number of rows than the batch has samples, or other values. A tuple of
-            tensors may be several outputs, so it is never taken as rows.
+    A tuple of tensors is refused, because it may be several outputs.
     """
     named = output if isinstance(output, Mapping) else {UNNAMED: output}
     rows: dict[str, Column] = {}
@@ -156,11 +146,7 @@ def rows_of(output: Any, samples: int) -> dict[str, Column]:
 
 
 def plain_row(row: Any, name: str) -> Any:
-    """Return a row of a list, also with tensors and numbers of NumPy inside, as other ranks and a file get it.
-
-    Raises:
-        ConfigError: JSON has no such value.
-    """
+    """Return a row of a list as plain JSON values. Tensors and NumPy numbers inside are converted."""
     if isinstance(row, Tensor) and not row.is_complex():
         return row.detach().cpu().tolist()
     try:
@@ -171,7 +157,6 @@ def plain_row(row: Any, name: str) -> Any:
 
 
 def listed(value: Any) -> Any:
-    """Return a tensor or an array as lists, a number of NumPy as Python's."""
     value = value.detach().cpu() if isinstance(value, Tensor) else value
     if not isinstance(value, Tensor | np.ndarray | np.generic):
         raise TypeError(describe(value))
@@ -179,7 +164,7 @@ def listed(value: Any) -> Any:
 
 
 def joined(parts: list[Column]) -> Column:
-    """Return one tensor if all parts are tensors of one dtype and shape but for the first dimension; else a list."""
+    """Concatenate tensors of one dtype and row shape; return anything else as a list."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if len(tensors) == len(parts) and len({(part.dtype, part.shape[1:]) for part in tensors}) == 1:
         return torch.cat(tensors)
@@ -191,14 +176,14 @@ def plain(column: Column) -> list[Any]:
 
 
 def form(column: Column) -> tuple[str, list[int]]:
-    """Return the dtype and the shape of a tensor; `list` and a length for a list."""
+    """Return a tensor's dtype and shape, or "list" and the length."""
     if isinstance(column, Tensor):
         return str(column.dtype).removeprefix("torch."), list(column.shape)
     return "list", [len(column)]
 
 
 def broadcast(ranks: Ranks, source: int, own: Column | None, dtype: str, shape: list[int]) -> Tensor:
-    """Return the tensor of the rank `source`, on every rank. A collective."""
+    """Return rank `source`'s tensor on every rank. A collective."""
     if ranks.rank == source and isinstance(own, Tensor):
         value = own.contiguous()
     else:

@@ -1,4 +1,4 @@
-"""Writes `metrics.csv`: one row a logged step and one a validation, for spreadsheets and pandas."""
+"""Writes `metrics.csv`, a row for each logged step and each validation, for spreadsheets and pandas."""
 
 import csv
 import io
@@ -11,7 +11,7 @@ from trainer.loggers.logger import Logger
 
 
 class CSV(Logger):
-    """The writer of metrics.csv, on rank 0. A new metric adds a column, for which the file is rewritten.
+    """Writes metrics.csv on rank 0. A new metric adds a column, for which the file is rewritten.
 
     A resume drops the rows of later steps. A number that is not finite is `nan`, `inf` or `-inf`.
     """
@@ -23,9 +23,8 @@ class CSV(Logger):
         self.last: int | None = None  # the step at which the run begins, until the first row is written
 
     def on_fit_start(self, trainer) -> None:
-        if trainer.rank:
-            return
-        self.file, self.last = Appended(trainer.run_dir / "metrics.csv"), trainer.step
+        if trainer.rank == 0:
+            self.file, self.last = Appended(trainer.run_dir / "metrics.csv"), trainer.step
 
     def on_fit_end(self, trainer) -> None:
         if self.file is not None:
@@ -34,22 +33,22 @@ class CSV(Logger):
     def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         assert self.file
         if self.last is not None:
-            self._go_on(self.last)
+            self._resume(self.last)
         row = self.row(trainer, numbers)
         columns = [*self.columns, *(name for name in row if name not in self.columns)]
         if len(columns) > len(self.columns):
             self._replace(columns, self._lines()[1:])
         self.file.write(text([[row.get(name, "") for name in self.columns]]).encode())
 
-    def _go_on(self, last: int) -> None:
-        """Drop rows after the step `last`, and a line that a killed process has not finished."""
+    def _resume(self, last: int) -> None:
+        """Drop rows after step `last`, and an incomplete last line of a killed process."""
         self.last, lines = None, self._lines()
         self.columns, rows = lines[0] if lines else [], lines[1:]
         if lines:
             self._replace(self.columns, [row for row in rows if row[0].isdigit() and int(row[0]) <= last])
 
     def _lines(self) -> list[list[str]]:
-        """Return the lines of the file, without one that a killed process has not finished."""
+        """Return the complete lines; a killed process may leave a partial one."""
         assert self.file
         self.file.close()
         try:
@@ -62,9 +61,8 @@ class CSV(Logger):
         """Rewrite the file. While the disk is full, rows keep the old columns."""
         assert self.file
         try:
-            write_whole(
-                self.file.path, text([columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]).encode()
-            )
+            padded = [row + [""] * (len(columns) - len(row)) for row in rows]
+            write_whole(self.file.path, text([columns, *padded]).encode())
             self.columns = columns
         except OSError as error:
             if not self.full:
@@ -76,7 +74,6 @@ class CSV(Logger):
 
 
 def text(rows: list[list[Any]]) -> str:
-    """Return rows as lines of CSV."""
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(rows)
     return stream.getvalue()

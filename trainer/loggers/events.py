@@ -1,4 +1,4 @@
-"""Writes `events.jsonl`: when the run started, resumed, saved, validated, left steps out, and why it ended."""
+"""Writes `events.jsonl`: starts, resumes, checkpoints, validations and skipped steps, and why the run ended."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from trainer.files import Appended, finite
 
 
 class Events(Callback):
-    """The writer of events.jsonl, on rank 0. A resume cuts nothing off: the file has the history of all attempts.
+    """Writes events.jsonl on rank 0. A resume truncates nothing: the file has the history of all attempts.
 
     A line has `time` (seconds since 1970), `step` and `event`, then the facts of the event.
     """
@@ -46,7 +46,8 @@ class Events(Callback):
 
     def on_fit_end(self, trainer) -> None:
         if error := sys.exc_info()[1]:  # the one that ends the run
-            self._write(trainer, "crash", {"error": one_line(error)})
+            lines = [line for line in message(error).splitlines() if not line.startswith(" ")]  # no stack frames
+            self._write(trainer, "crash", {"error": lines[-1][:500]})
         else:
             self._write(trainer, "stop", {"reason": trainer.stop_reason, "seconds": round(trainer.seconds, 3)})
 
@@ -59,15 +60,9 @@ class Events(Callback):
 
 
 def is_torn(file: Path) -> bool:
-    """Return whether a killed process has left a part of a line at the end of the file."""
+    """Return whether the file ends with the partial line of a killed process."""
     try:
         with file.open("rb") as lines:
             return lines.seek(0, os.SEEK_END) > 0 and lines.seek(-1, os.SEEK_END) >= 0 and lines.read(1) != b"\n"
     except OSError:
         return False
-
-
-def one_line(error: BaseException) -> str:
-    """Return the last line of an error's message that is no frame, at most 500 characters."""
-    lines = [line for line in message(error).splitlines() if not line.startswith(" ")]
-    return lines[-1][:500]

@@ -1,11 +1,11 @@
-"""The base of loggers: a run's numbers go to one place more."""
+"""The base class of loggers, which write a run's numbers to one more place."""
 
 from trainer.callback import Callback, only_logged
 from trainer.context import Context
 
 
 class Logger(Callback):
-    """Takes the numbers of logged steps and of validations, on rank 0. A subclass defines `write`."""
+    """Receives the numbers of logged steps and validations on rank 0. A subclass defines `write`."""
 
     @only_logged
     def on_step_end(self, trainer) -> None:
@@ -17,7 +17,7 @@ class Logger(Callback):
             self.write(trainer, metrics)
 
     def row(self, trainer: Context, numbers: dict[str, float]) -> dict[str, float]:
-        """Return the numbers, after those that say where the run is."""
+        """Return the numbers, preceded by the step, samples and seconds."""
         return {"step": trainer.step, "samples": trainer.samples, "seconds": round(trainer.seconds, 3), **numbers}
 
     def write(self, trainer: Context, numbers: dict[str, float]) -> None:

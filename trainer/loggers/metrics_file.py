@@ -1,4 +1,4 @@
-"""Writes `metrics.jsonl`: one JSON object per line. A resume loses and repeats no line."""
+"""Writes `metrics.jsonl`: one JSON object per line. A resume neither loses nor repeats a line."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from trainer.loggers.logger import Logger
 
 
 class MetricsFile(Logger):
-    """The writer of metrics.jsonl. A checkpoint has the length of the file, and a resume cuts off later lines."""
+    """Writes metrics.jsonl. A checkpoint stores the file's length, so that a resume can cut off later lines."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 import tempfile
 from functools import partial
 from importlib.util import find_spec
@@ -20,10 +19,10 @@ from trainer.metrics.media import Histogram, Image
 from trainer.redact import redact_urls
 
 MOST_PARAMS, MOST_TEXT = 100, 6000  # of a request; of a value, by MLflow's limits
-# Of artifacts. With others a server could name a file of this machine, or another run, whose artifacts it names next.
+# URI schemes of artifacts. With others, a server could name a file on this machine, or another run's artifacts.
 REMOTE = ("mlflow-artifacts", "http", "https", "s3", "gs", "wasbs", "abfss", "hdfs", "dbfs", "ftp", "sftp")
 PASSES = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")
-# `Sender` tries again itself, and a terminal has our lines alone.
+# `Sender` retries by itself, and the terminal shows only our lines.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -32,15 +31,12 @@ ENVIRONMENT = {
 
 
 class MLflow(SendingLogger):
-    """The client of an MLflow server, on rank 0. Requests are made on a thread of their own.
+    """Logs to an MLflow server from rank 0. A separate thread makes the requests.
 
     Args:
-        uri: The address of the server; null: the environment's MLFLOW_TRACKING_URI.
-        experiment: In which the run is. It is made if it is missing.
-        name: Of the run; null: the name of the run's folder.
-
-    Raises:
-        ConfigError: The package mlflow is missing, or no address is given.
+        uri: The server's address; null: MLFLOW_TRACKING_URI.
+        experiment: The run's experiment, which is created if it is missing.
+        name: The run's name; null: the name of its folder.
     """
 
     def __init__(self, uri: str | None = None, experiment: str = "echelon", name: str | None = None) -> None:
@@ -62,19 +58,13 @@ class MLflow(SendingLogger):
                     os.environ[name] = value
                     trainer.undo.callback(os.environ.pop, name, None)
 
-    def on_fit_end(self, trainer) -> None:
-        if self.sender is not None:
-            status = "FAILED" if sys.exc_info()[1] else "KILLED" if trainer.stop_reason == "signal" else "FINISHED"
-            self.sender.put(partial(self._end, status))
-            self.sender.close()
-
     def begin(self, trainer: Context) -> Sender:
         sender, name = Sender("mlflow", is_away), self.name or trainer.run_dir.name
         sender.put(partial(self._start, trainer.run_dir / "mlflow.json", name, settings_of(trainer)))
         return sender
 
     def _start(self, file: Path, name: str, settings: dict[str, Value]) -> None:
-        """Continue the run that `file` names, or create one."""
+        """Resume the run that `file` names, or create one."""
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -91,14 +81,16 @@ class MLflow(SendingLogger):
                 log.warning("mlflow: %s: the server has no such run (%s); a new one begins", file, error.error_code)
                 run_id = ""
         if not run_id:
-            run_id = self.client.create_run(self._experiment_id(), run_name=name).info.run_id
+            experiment = self.client.get_experiment_by_name(self.experiment)
+            id_ = experiment.experiment_id if experiment else self.client.create_experiment(self.experiment)
+            run_id = self.client.create_run(id_, run_name=name).info.run_id
             write_json(file, {"run_id": run_id})
         self._log_settings(run_id, settings, known)
         self.run_id, self.artifacts = run_id, self._artifacts_of(run_id)
         log.info("mlflow      run %s of %s", run_id, redact_urls(self.client.tracking_uri))
 
     def _artifacts_of(self, run_id: str) -> str:
-        """Return where the run's files go; empty if that is a place of this machine, which no server may choose."""
+        """Return where the run's files go; empty for a path on this machine, which no server may choose."""
         found = self.client.get_run(run_id).info.artifact_uri or ""
         if not urlsplit(self.client.tracking_uri).scheme.startswith("http") or urlsplit(found).scheme in REMOTE:
             return found
@@ -109,12 +101,8 @@ class MLflow(SendingLogger):
         )
         return ""
 
-    def _experiment_id(self) -> str:
-        found = self.client.get_experiment_by_name(self.experiment)
-        return found.experiment_id if found else self.client.create_experiment(self.experiment)
-
     def _log_settings(self, run_id: str, settings: dict[str, Value], known: dict[str, str]) -> None:
-        """Log settings as parameters. MLflow changes none, so a new value after a resume is a tag."""
+        """Log settings as parameters. MLflow's are immutable, so a value that a resume changes becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         values = {valid(key): str(value)[:MOST_TEXT] for key, value in settings.items()}
@@ -148,17 +136,16 @@ class MLflow(SendingLogger):
             place = get_artifact_repository(self.artifacts, tracking_uri=self.client.tracking_uri)
             place.log_artifact(str(file), valid(name))
 
-    def _end(self, status: str) -> None:
+    def end(self, failed: bool, stopped: bool) -> None:
         if self.run_id:
-            self.client.set_terminated(self.run_id, status)
+            self.client.set_terminated(self.run_id, "FAILED" if failed else "KILLED" if stopped else "FINISHED")
 
 
 def valid(name: str) -> str:
-    """Return a name that MLflow takes: a path, each part of which is the name of a file."""
+    """Return the name as MLflow accepts it: a path of valid file names."""
     parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
     return "/".join(part if part.strip(". ") else "_" * max(len(part), 1) for part in parts)
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether the server may answer later."""
     return isinstance(error, OSError) or getattr(error, "error_code", "") in PASSES

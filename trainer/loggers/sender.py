@@ -1,5 +1,6 @@
 """Makes a logger's calls on a separate thread, so that an unreachable server neither delays nor ends training."""
 
+import sys
 import threading
 import time
 from abc import abstractmethod
@@ -19,9 +20,9 @@ MOST = 10_000  # most calls that are queued while the server is unreachable
 
 
 class Sender:
-    """Makes calls in order, and retries a call that failed because the server is unreachable.
+    """Makes calls in order on a thread, and retries a call that failed because the server is unreachable.
 
-    Each problem is logged in one line: calls that wait, calls that were refused, calls that were lost.
+    Each kind of problem is logged once: calls that wait, were refused, or were lost.
 
     Args:
         name: The logger's name, for messages.
@@ -37,19 +38,18 @@ class Sender:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def put(self, call: Callable[[], object]) -> None:
-        """Queue this call. Returns at once."""
         with self.changed:
             lost = len(self.calls) >= MOST
             if not lost:
                 self.calls.append(call)
                 self.changed.notify()
         if lost:
-            self._tell("lost", f"more than {MOST} writes wait; new ones are lost")
+            self._report("lost", f"more than {MOST} writes wait; new ones are lost")
         if not self.thread.ident:
             self.thread.start()
 
     def close(self) -> None:
-        """Make the queued calls, for at most `timeouts.LOGGER_S`."""
+        """Wait at most `timeouts.LOGGER_S` for the queued calls."""
         if not self.thread.ident:
             return
         with self.changed:
@@ -57,7 +57,7 @@ class Sender:
             self.changed.notify()
         self.thread.join(timeouts.LOGGER_S)
         if self.calls:
-            self._tell("end", f"{len(self.calls)} writes did not arrive before the end of the run")
+            self._report("end", f"{len(self.calls)} writes did not arrive before the end of the run")
 
     def _run(self) -> None:
         while True:
@@ -78,15 +78,15 @@ class Sender:
         return True
 
     def _call(self) -> bool:
-        """Make the first call; return whether it is done."""
+        """Make the first call; return False if it must be retried."""
         try:
             self.calls[0]()
         except Exception as error:
             reason = printable(" ".join(str(error).split()))[:300] or type(error).__name__
             if self.is_away(error):
-                self._tell("away", f"{reason}; training continues, and writes wait until there is an answer")
+                self._report("away", f"{reason}; training continues, and writes wait until there is an answer")
                 return False
-            self._tell("refused", f"{reason}; training continues, and this is left out")
+            self._report("refused", f"{reason}; training continues, and this is left out")
         else:
             if "away" in self.troubles:
                 self.troubles.discard("away")
@@ -94,28 +94,37 @@ class Sender:
         self.calls.popleft()
         return True
 
-    def _tell(self, trouble: str, text: str) -> None:
+    def _report(self, trouble: str, text: str) -> None:
         if trouble not in self.troubles:
             self.troubles.add(trouble)
             log.warning("%s: %s", self.name, text)
 
 
 class SendingLogger(Logger):
-    """A logger whose calls are made by a `Sender`. The first call starts the logger's own run."""
+    """A logger whose calls are made by a `Sender`. Its own run starts with the first call."""
 
     sender: Sender | None = None
 
     @abstractmethod
     def begin(self, trainer: Context) -> Sender:
-        """Return a sender that has the start of the run as its first call."""
+        """Return a sender whose first call starts the run."""
 
     @abstractmethod
     def log_numbers(self, numbers: dict[str, float], step: int, seconds: float) -> None:
-        """Send numbers of a step, taken at `seconds` since 1970."""
+        """Send the numbers of a step; `seconds` is the time since 1970."""
 
     @abstractmethod
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
         """Send a text, an image or a histogram."""
+
+    @abstractmethod
+    def end(self, failed: bool, stopped: bool) -> None:
+        """End the logger's run: the run has failed, was stopped by a signal, or is complete."""
+
+    def on_fit_end(self, trainer) -> None:
+        if self.sender is not None:
+            self.sender.put(partial(self.end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
+            self.sender.close()
 
     def write(self, trainer: Context, numbers: dict[str, float]) -> None:
         self._put(trainer, partial(self.log_numbers, dict(numbers), trainer.step, time.time()))

@@ -1,4 +1,4 @@
-"""Reads the settings of a run that loggers show: every value of its config, by dotted key, without secrets."""
+"""Reads a run's settings for loggers: every value of its config, by dotted key, without secrets."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,7 +13,7 @@ Value = str | bool | int | float
 
 
 def settings_of(trainer: Context) -> dict[str, Value]:
-    """Return dotted key -> value from the run's config.yaml, or of a Trainer made in Python what its arguments say.
+    """Return the values of the run's config.yaml by dotted key; without one, those of the Trainer's arguments.
 
     Null is the text "null". A list is its text.
     """
@@ -27,7 +27,6 @@ def settings_of(trainer: Context) -> dict[str, Value]:
 
 
 def leaves(key: str, value: Any) -> list[tuple[str, Value]]:
-    """Return the leaves of nested mappings by dotted key."""
     if isinstance(value, Mapping):
         return [leaf for part, inner in value.items() for leaf in leaves(f"{key}.{part}".lstrip("."), inner)]
     plain = value if isinstance(value, str | bool | int | float) else "null" if value is None else str(value)

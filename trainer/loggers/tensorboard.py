@@ -14,7 +14,7 @@ from trainer.metrics.media import Histogram, Image, prepared
 
 
 class TensorBoard(Logger):
-    """A writer of TensorBoard's events without a thread. The thread of torch's SummaryWriter would slow the steps."""
+    """Writes TensorBoard's events without a thread. The thread of torch's SummaryWriter would slow the steps."""
 
     def __init__(self) -> None:
         self.file: Appended | None = None
@@ -22,7 +22,7 @@ class TensorBoard(Logger):
     def on_media(self, trainer, media: Mapping[str, Any]) -> None:
         if trainer.rank:
             return
-        self._ready(trainer)
+        self._open(trainer)
         for name, item in prepared(media):
             self._add(trainer.step, summary=self._summary(name, item))
 
@@ -31,7 +31,7 @@ class TensorBoard(Logger):
             self.file.close()
 
     def write(self, trainer: Context, numbers: dict[str, float]) -> None:
-        self._ready(trainer)
+        self._open(trainer)
         scalars = [self.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         self._add(trainer.step, summary=self.Summary(value=scalars))
 
@@ -51,11 +51,9 @@ class TensorBoard(Logger):
         limits, counts = item.edges, [0, *item.counts]  # of a bin, its right edge; an empty bin ends at the first
         return histogram_raw(name, limits[0], limits[-1], sum(counts), item.total, item.squares, limits, counts)
 
-    def _ready(self, trainer: Context) -> None:
-        if self.file is None:
-            self._open(trainer)
-
     def _open(self, trainer: Context) -> None:
+        if self.file is not None:
+            return
         # Not before the first step: these imports take most of a second. Pyright does not see protobuf's classes.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]

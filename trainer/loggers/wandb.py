@@ -5,7 +5,6 @@ import json
 import netrc
 import os
 import secrets
-import sys
 import tempfile
 from contextlib import suppress
 from functools import partial
@@ -25,18 +24,15 @@ from trainer.timeouts import LOGGER_S
 
 
 class WandB(SendingLogger):
-    """The client of wandb, on rank 0. Its calls are made on a thread of their own; wandb uploads in its own process.
+    """Logs to Weights & Biases from rank 0. A separate thread makes the calls; wandb uploads in its own process.
 
     If the server does not answer at the start, the run is kept offline, in `wandb/` in the run's folder.
 
     Args:
-        project: In which the run is.
+        project: The run's project.
         entity: User or team; null: the account's default.
-        name: Of the run; null: the name of the run's folder.
+        name: The run's name; null: the name of its folder.
         mode: `offline` sends nothing; `wandb sync FOLDER` does so later.
-
-    Raises:
-        ConfigError: The package wandb is missing.
     """
 
     def __init__(
@@ -52,18 +48,13 @@ class WandB(SendingLogger):
         self.mode: Literal["online", "offline"] = mode
         self.run: Any = None  # wandb's
 
-    def on_fit_end(self, trainer) -> None:
-        if self.sender is not None:
-            self.sender.put(partial(self._end, bool(sys.exc_info()[1]), trainer.stop_reason == "signal"))
-            self.sender.close()
-
     def begin(self, trainer: Context) -> Sender:
         sender = Sender("wandb", lambda error: False)
         sender.put(partial(self._start, trainer.run_dir, settings_of(trainer)))
         return sender
 
     def _start(self, folder: Path, settings: dict[str, Value]) -> None:
-        """Continue the run that the folder's wandb.json names, or create one."""
+        """Resume the run that the folder's wandb.json names, or create one."""
         import wandb
 
         file = folder / "wandb.json"
@@ -101,7 +92,6 @@ class WandB(SendingLogger):
             self.run.log(values, step=step)
 
     def log_item(self, name: str, item: str | Image | Histogram, step: int) -> None:
-        """Log text as HTML, pixels as an image, counts as a histogram."""
         import wandb
 
         if isinstance(item, str):
@@ -114,7 +104,7 @@ class WandB(SendingLogger):
                 file.flush()
                 self._log({name: wandb.Image(file.name)}, step)
 
-    def _end(self, failed: bool, stopped: bool) -> None:
+    def end(self, failed: bool, stopped: bool) -> None:
         if self.run is not None:
             if stopped:
                 self.run.mark_preempting()
@@ -122,7 +112,7 @@ class WandB(SendingLogger):
 
 
 def has_key(settings: Any) -> bool:
-    """Return whether wandb knows a key, since it would ask for one on a terminal."""
+    """Return whether wandb knows an API key; without one it would prompt on a terminal."""
     if settings.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     with suppress(OSError, netrc.NetrcParseError):

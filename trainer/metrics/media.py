@@ -17,8 +17,6 @@ COLOURS = {1: 0, 3: 2, 4: 6}  # channels -> PNG's colour type
 
 
 class Image(NamedTuple):
-    """A PNG, with its size in pixels."""
-
     png: bytes
     height: int
     width: int
@@ -35,13 +33,9 @@ class Histogram(NamedTuple):
 
 
 def check_media(media: Any, source: str = "on_media") -> Mapping[str, str | Tensor]:
-    """Return `media`: name -> text, or a tensor. (C, H, W) with C of 1, 3 or 4 is an image, (N,) are values.
+    """Return `media`: name -> text or tensor. (C, H, W) with C of 1, 3 or 4 is an image; (N,) are values.
 
-    Args:
-        source: What gave the media, for messages.
-
-    Raises:
-        ConfigError: A value is none of these.
+    `source` names the method that returned the media, for messages.
     """
     if not isinstance(media, Mapping):
         raise ConfigError(f"{source}: returned a value of type {type(media).__name__}; return a dict of name -> media")
@@ -56,11 +50,7 @@ def check_media(media: Any, source: str = "on_media") -> Mapping[str, str | Tens
 
 
 def prepared(media: Mapping[str, Any]) -> Iterator[tuple[str, str | Image | Histogram]]:
-    """Yield each of the media as loggers write them. Waits for the device.
-
-    Raises:
-        ConfigError: A value is no text, image or vector.
-    """
+    """Yield the media as loggers write them. Waits for the device."""
     for name, value in check_media(media).items():
         if isinstance(value, Tensor):
             yield str(name), to_image(value) if is_image(value) else to_histogram(value)
@@ -73,7 +63,7 @@ def is_image(value: Tensor) -> bool:
 
 
 def to_image(pixels: Tensor) -> Image:
-    """Return pixels (C, H, W), in uint8 or in floats from 0 to 1, as a PNG. NaN is black."""
+    """Convert pixels (C, H, W), uint8 or floats from 0 to 1, to a PNG. NaN becomes black."""
     if pixels.is_floating_point():
         pixels = pixels.float().nan_to_num(0.0).clamp(0, 1).mul(255).round()
     array = pixels.detach().to("cpu", torch.uint8).permute(1, 2, 0).numpy()  # (H, W, C)
@@ -81,14 +71,14 @@ def to_image(pixels: Tensor) -> Image:
     rows = np.concatenate([np.zeros((height, 1), np.uint8), array.reshape(height, -1)], axis=1)  # 0: no filter
     header = struct.pack(">IIBBBBB", width, height, 8, COLOURS[channels], 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b"")]
-    parts = [
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    ]
-    return Image(b"\x89PNG\r\n\x1a\n" + b"".join(parts), height, width, channels)
+    png = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        png += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return Image(png, height, width, channels)
 
 
 def to_histogram(values: Tensor) -> Histogram:
-    """Count the finite ones of the values (N,)."""
+    """Count the finite values of a tensor (N,)."""
     array = values.detach().to("cpu", torch.float64).numpy()
     array = array[np.isfinite(array)]
     counts, edges = np.histogram(array, BINS)

@@ -1,4 +1,4 @@
-"""Supports torchmetrics objects in a recipe, which updates them; they are computed at the end of a validation."""
+"""Supports torchmetrics objects in a recipe: it updates them, and they are computed at the end of a validation."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +16,9 @@ METHODS = ("update", "compute", "reset")  # of `torchmetrics.Metric`, which is n
 
 
 class MetricObjects:
-    """The metric objects of one validation data set, by name. torchmetrics' `compute` sums the ranks' states.
+    """A validation set's metric objects by name. Their `compute` sums states over ranks, as torchmetrics does.
 
-    Args:
-        rank: This rank.
-        world: The number of ranks.
-        new_group: Creates a process group of these ranks. A collective over all ranks.
+    `new_group` creates a process group of the given ranks; a collective over all ranks.
     """
 
     def __init__(self, rank: int, world: int, new_group: Callable[[list[int]], dist.ProcessGroup]) -> None:
@@ -31,19 +28,19 @@ class MetricObjects:
         self.objects: dict[str, Any] = {}
 
     def begin(self, prefix: str) -> None:
-        """Clear what an interrupted validation left, and start a data set, whose metrics get this prefix."""
+        """Start a data set, whose metrics get this prefix. Objects of an interrupted validation are reset."""
         for metric in self.objects.values():
             metric.reset()
         self.prefix, self.objects = prefix, {}
 
     def take(self, found: Any) -> Any:
-        """Remove the objects from what the recipe returned, and return the rest."""
+        """Remove the objects from the recipe's result, and return the rest."""
         own = {name: value for name, value in found.items() if is_object(value)} if isinstance(found, Mapping) else {}
         self.objects |= {f"{self.prefix}/{name}": value for name, value in own.items()}
         return {name: value for name, value in found.items() if name not in own} if own else found
 
     def updated(self) -> dict[str, bool]:
-        """Return each object's name, and whether this rank has updated it."""
+        """Return for each object whether this rank has updated it."""
         called = {
             name: [part.update_called for part in parts_of(value) if hasattr(part, "update_called")]
             for name, value in self.objects.items()
@@ -57,10 +54,7 @@ class MetricObjects:
         this rank from the collectives of the next one.
 
         Args:
-            updated: What `updated` returned on each rank.
-
-        Raises:
-            ConfigError: A value is not one number.
+            updated: The result of `updated` on each rank.
         """
         values: dict[str, float] = {}
         failure = None
@@ -80,7 +74,7 @@ class MetricObjects:
         return values
 
     def _group(self, ranks: list[int]) -> Any:
-        """Return the process group of these ranks, or `NOT_HERE` if this rank is not one of them."""
+        """Return the ranks' process group, or `NOT_HERE` if this rank is not in it."""
         key = tuple(ranks)
         if key not in self.groups:
             self.groups[key] = self.new_group(ranks)
@@ -100,30 +94,24 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def modules_in(value: Any) -> list[nn.Module]:
-    """Return the modules in a module, or in the values of a dict."""
     if isinstance(value, dict):
         return [module for each in value.values() for module in modules_in(each)]
     return list(value.modules()) if isinstance(value, nn.Module) else []
 
 
 def numbers(name: str, value: Any) -> dict[str, float]:
-    """Return an object's computed value by name: one number, or several for a collection.
-
-    Raises:
-        ConfigError: A value is not one number.
-    """
+    """Return an object's computed value by name; a collection has several."""
     named = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
     for key, one in named.items():
         if not is_one_number(one):
-            raise ConfigError(
-                f"recipe.metrics(): {key} computes {describe(one)}; give an object that computes one number"
-            )
+            fix = "give an object that computes one number"
+            raise ConfigError(f"recipe.metrics(): {key} computes {describe(one)}; {fix}")
     return {key: float(one) for key, one in named.items()}
 
 
 @contextmanager
 def synced_over(metric: Any, group: Any) -> Iterator[None]:
-    """Make torchmetrics sum the states over the ranks in `group`; None: over its default ranks."""
+    """Make torchmetrics sum states over the ranks in `group`; None: over its default ranks."""
     parts = [part for part in parts_of(metric) if group is not None and hasattr(part, "process_group")]
     before = [part.process_group for part in parts]
     for part in parts:
@@ -137,10 +125,10 @@ def synced_over(metric: Any, group: Any) -> Iterator[None]:
 
 @contextmanager
 def kept(parts: Iterable[Any]) -> Iterator[None]:
-    """Restore objects' attributes at the end: numbers, tensors, and the members of lists, sets and dicts."""
+    """Restore the objects' attributes on exit: numbers, tensors, and the members of lists, sets and dicts."""
     attributes = [vars(part) for part in parts if hasattr(part, "__dict__")]
     before = [
-        {name: copied(value) for name, value in own.items() if not (name.startswith("_") and isinstance(value, dict))}
+        {name: copied(each) for name, each in own.items() if not (name.startswith("_") and isinstance(each, dict))}
         for own in attributes
     ]
     try:
@@ -151,7 +139,7 @@ def kept(parts: Iterable[Any]) -> Iterator[None]:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of what changes in place: a tensor, a list or a set without its members, a dict with its values."""
+    """Copy what changes in place: a tensor; a list or set without its members; a dict with its values."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""Measures the additional losses of a recipe whose `loss` returns several by name."""
+"""Measures the additional losses of a recipe whose `loss` returns several."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -11,18 +12,14 @@ from trainer.checks.recipe import is_one_number, refusal
 EXPECTED = "the tensor 'loss', and for each other name a tensor of one number, or a number"
 
 
+@dataclass(eq=False)
 class NamedLosses:
-    """`recipe.loss` that may return a dict with `loss` and others: `loss` is trained, the others are logged.
+    """`recipe.loss`, which may return a dict: `loss` is trained, the other entries are logged."""
 
-    Args:
-        recipe: User code may replace its `loss` during the run.
-        step: Returns the step that runs; None outside of steps, whose losses are not measured.
-    """
-
-    def __init__(self, recipe: Any, step: Callable[[], int | None]) -> None:
-        self.recipe, self.step = recipe, step
-        self.noted: int | None = None  # the step of `parts`
-        self.parts: list[dict[str, Any]] = []  # of each micro-batch
+    recipe: Any  # user code may replace its `loss` during the run
+    step: Callable[[], int | None]  # returns the current step; None outside of steps, whose losses are not measured
+    noted: int | None = None  # the step of `parts`
+    parts: list[dict[str, Any]] = field(default_factory=list)  # of each micro-batch
 
     def __call__(self, model: Any, batch: Any) -> Any:
         found = self.recipe.loss(model, batch)
@@ -32,16 +29,13 @@ class NamedLosses:
         if (step := self.step()) is not None:
             self.parts = self.parts if step == self.noted else []
             self.noted = step
-            self.parts.append(
-                {k: value.detach() if isinstance(value, Tensor) else value for k, value in others.items()}
-            )
+            self.parts.append({k: v.detach() if isinstance(v, Tensor) else v for k, v in others.items()})
         return found["loss"]
 
     def sums(self, weights: Sequence[int]) -> dict[str, tuple[float, int]]:
         """Return name -> (sum, count) over the items of this rank's micro-batches. Waits for the device.
 
-        Args:
-            weights: The items of each micro-batch. Passes that were repeated come before these.
+        `weights` are the items of each micro-batch. Losses of repeated passes come first, and are ignored.
         """
         found: dict[str, tuple[float, int]] = {}
         for part, weight in zip(self.parts[-len(weights) :], weights, strict=False):
@@ -52,11 +46,7 @@ class NamedLosses:
 
 
 def further(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the further losses of those that `recipe.loss` returned by name.
-
-    Raises:
-        ConfigError: `loss` is missing, or another one is not one number.
-    """
+    """Return the additional losses of a dict that `recipe.loss` returned."""
     if "loss" not in found:
         raise refusal("loss", found, EXPECTED)
     others = {name: value for name, value in found.items() if name != "loss"}
@@ -72,7 +62,7 @@ def combined(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
 
 
 def mean_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return the mean of each name's sums and counts over all ranks. A count of 0 leaves the name out."""
+    """Return the mean of each name's (sum, count) over all ranks. A count of 0 leaves the name out."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     both = {name: [sum(rank[name][i] for rank in ranks if name in rank) for i in (0, 1)] for name in names}
     return {name: total / count for name, (total, count) in both.items() if count}

@@ -16,10 +16,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 def check(trainer: Context) -> None:
     """Compare the weights of replicas every `trainer.check_replicas_every` steps, unless a callback lets them differ.
 
-    The check sends 16 bytes per tensor. For a moment it needs 8 bytes for each element of the largest tensor.
-
-    Raises:
-        NumericsError: A rank differs from its replicas. Raised on all ranks.
+    It sends 16 bytes per tensor, and temporarily needs 8 bytes for each element of the largest tensor. If a rank
+    differs, NumericsError is raised on all ranks.
     """
     every, group = trainer.options.check_replicas_every, trainer.strategy.replicas
     assert every
@@ -43,7 +41,7 @@ def check(trainer: Context) -> None:
 
 
 def _others(own: Tensor, group: dist.ProcessGroup | None, names: list[str]) -> tuple[list[int], str] | None:
-    """Return the ranks whose checksums differ from the majority's, and the first such tensor's name; None if none."""
+    """Return the ranks whose checksums differ from the majority's, and the first such tensor's name."""
     if group is None:
         return None
     rows = [torch.empty_like(own) for _ in range(group.size())]

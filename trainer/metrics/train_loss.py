@@ -12,7 +12,7 @@ from trainer.log import log
 
 
 class TrainLoss:
-    """The mean loss of a step over all ranks' items, at the steps that are logged.
+    """The mean loss of a logged step over all ranks' items.
 
     Args:
         guarded: Whether a callback handles a loss that is not finite.
@@ -32,15 +32,14 @@ class TrainLoss:
     def measure(
         self, losses: Sequence[Tensor], weights: Sequence[int], step: int, gathered: Sequence[Gathered] = ()
     ) -> dict[str, float]:
-        """Return the mean over the items of all ranks, NaN without any, as `train/loss`, with the `gathered` metrics.
+        """Return the mean over the items of all ranks as `train/loss` (NaN without items), and the `gathered` metrics.
 
         Waits for the device; a collective.
 
         Args:
-            losses: Means over the items of this rank's micro-batches, scalars.
+            losses: Mean loss of each of this rank's micro-batches, scalars.
             weights: The items of each micro-batch.
-            gathered: Further values of this rank, which need no exchange of their own. They are taken once the device
-                has the losses.
+            gathered: Further values of this rank in the same exchange, read once the device has the losses.
         """
         own = sum(loss.item() * weight for loss, weight in zip(losses, weights, strict=True))
         values = [own, sum(weights), *(take() for take, _ in gathered)]
@@ -78,7 +77,6 @@ class TrainLoss:
         return self.spoils or self.streak > 1 or (self.since is not None and self.finite_at is None)
 
     def refusal(self, step: int, checkpoint: str) -> NumericsError:
-        """Return the error for a run that ended because its numbers are not finite."""
         fix = "lower optimizer.lr, or check the data or the loss"
         if self.finite_at is None:
             return NumericsError(f"train/loss was finite at no logged step up to step {step}; {fix}")

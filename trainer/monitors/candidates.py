@@ -1,4 +1,4 @@
-"""Finds out which further callbacks a run would take, so that advice names no other."""
+"""Finds the further callbacks that a run would accept, so that advice names no others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +15,13 @@ from trainer.errors import ConfigError
 
 
 def made(name: str, knobs: Mapping[str, Any]) -> Callback:
-    """Return this callback, with its YAML's knobs but for `knobs`."""
+    """Build this callback from its YAML, with `knobs` replaced."""
     node: Any = OmegaConf.to_container(OmegaConf.load(CONF / "callbacks" / f"{name}.yaml"))
     return build(f"callbacks.{name}", node[name] | knobs, LIBRARIES)
 
 
 def accepts(trainer: Context, name: str, **knobs: Any) -> bool:
-    """Return whether the run takes this callback with these knobs, in addition to its own callbacks."""
+    """Return whether the run accepts this callback with these knobs, in addition to its own callbacks."""
     try:
         arrange({**trainer.callbacks, f"another {name}": made(name, knobs)}, trainer.plan.features())
     except ConfigError:

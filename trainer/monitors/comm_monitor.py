@@ -14,13 +14,12 @@ from trainer.comm.bucket import Bucket
 from trainer.comm.ranks import Ranks
 from trainer.comm.reduce import Reduce
 from trainer.comm.watch import Call, watched
-from trainer.context import Context
 from trainer.files import Appended
 from trainer.log import log
 
 
 class Kind(NamedTuple):
-    """A line of the file sums up calls that are alike in this."""
+    """Calls that agree in these fields are summed up in one line of the file."""
 
     collective: str
     bucket: int | None
@@ -30,17 +29,17 @@ class Kind(NamedTuple):
 
 
 class CommMonitor(Callback):
-    """Measures the collectives of a run as nccl-tests defines their numbers, without a wait for the device.
+    """Measures the collectives of a run as nccl-tests defines them, without waiting for the device.
 
     DeepSpeed's CommsLogger synchronises the device after each operation, so nothing overlaps while it measures. Here,
-    CUDA events are recorded around a collective, and read when they have passed. On a CPU, a clock runs around the
-    blocking call, in the thread of the Reduce chain.
+    CUDA events are recorded around a collective, and read once they have passed. On a CPU, a clock times the blocking
+    call, in the thread of the Reduce chain.
 
-    DDP's own reducer makes its collectives in C++, which torch shows to nobody. This callback wraps the reduction, so
-    the Reduce chain runs instead, with the same bits.
+    DDP's own reducer calls its collectives from C++, where torch exposes none of them. This callback wraps the
+    reduction, so the Reduce chain runs instead, with the same bits.
 
     Args:
-        ranks: With up to so many ranks, the file has the lines of each. With more, it has those of rank 0.
+        ranks: With up to this many ranks, the file has every rank's lines; with more, only rank 0's.
     """
 
     role = Role.MEASURE
@@ -62,7 +61,8 @@ class CommMonitor(Callback):
 
     def on_fit_start(self, trainer) -> None:
         self.groups = Groups(trainer.ranks)
-        self.buckets = Numbers(trainer)
+        buckets = enumerate(trainer.buckets)
+        self.numbers = {frozenset(id(trainer.parameters[i]) for i in each): n for n, each in buckets}
         self.step = trainer.step
         if trainer.rank == 0:
             self.file = Appended(trainer.run_dir / "comm.jsonl")
@@ -70,7 +70,7 @@ class CommMonitor(Callback):
         trainer.undo.enter_context(watched(self._take))
 
     def _take(self, call: Call) -> None:
-        if not self.groups.agrees(call.group):
+        if call.group.group_name not in self.groups.own:
             self.calls.append(call)
 
     def on_step_end(self, trainer) -> None:
@@ -88,9 +88,15 @@ class CommMonitor(Callback):
 
     def _add(self, call: Call) -> None:
         level, ranks = self.groups.describe(call.group)
-        kind = Kind(call.collective, self.buckets.of(call.bucket), level, ranks, call.waits)
+        kind = Kind(call.collective, self._number(call.bucket), level, ranks, call.waits)
         count, size, seconds = self.sums.get(kind, (0, 0, 0.0))
         self.sums[kind] = count + 1, size + call.bytes, seconds + (call.seconds() if call.waits else 0.0)
+
+    def _number(self, bucket: Bucket | None) -> int | None:
+        """Return a bucket's number: the strategy's buckets come first, then others in the order of their reduction."""
+        if bucket is None or not bucket.pieces:
+            return None
+        return self.numbers.setdefault(frozenset(id(piece.param) for piece in bucket.pieces), len(self.numbers))
 
     def _lines(self, step: int) -> list[dict[str, Any]]:
         for name in sorted({kind.collective for kind in self.sums if not kind.timed} - self.untimed):
@@ -113,7 +119,7 @@ class CommMonitor(Callback):
 
 
 class Groups:
-    """The process groups of this rank: their level, and which of them are for agreements of a few numbers."""
+    """The levels of this rank's process groups, and which of them only serve agreements of a few numbers."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.per_node = ranks.place.local_world
@@ -121,32 +127,15 @@ class Groups:
         self.own = {group.group_name for group in own if group is not None}
         self.known: dict[str, tuple[str, int]] = {}  # by name: a group that is held here could not be destroyed
 
-    def agrees(self, group: dist.ProcessGroup) -> bool:
-        return group.group_name in self.own
-
     def describe(self, group: dist.ProcessGroup) -> tuple[str, int]:
-        """Return the level of the group, and its number of ranks."""
         if group.group_name not in self.known:
             members = dist.get_process_group_ranks(group)
             self.known[group.group_name] = level_of(members, self.per_node), len(members)
         return self.known[group.group_name]
 
 
-class Numbers:
-    """The numbers of buckets: as the strategy counts them, then in the order in which others are reduced."""
-
-    def __init__(self, trainer: Context) -> None:
-        self.known = {frozenset(id(trainer.parameters[i]) for i in each): n for n, each in enumerate(trainer.buckets)}
-
-    def of(self, bucket: Bucket | None) -> int | None:
-        if bucket is None or not bucket.pieces:
-            return None
-        key = frozenset(id(piece.param) for piece in bucket.pieces)
-        return self.known.setdefault(key, len(self.known))
-
-
 def line(kind: Kind, count: int, size: int, seconds: float) -> dict[str, Any]:
-    """Return the numbers of calls that are alike: means over the calls, and bandwidths in bytes a second."""
+    """Return the means over calls of one kind, and bandwidths in bytes/s."""
     known = kind.timed and seconds > 0
     algbw, busbw = bandwidths(kind.collective, size, seconds, kind.ranks) if known else (None, None)
     shown = {"collective": kind.collective, "bucket": kind.bucket, "level": kind.level, "ranks": kind.ranks}
@@ -159,7 +148,7 @@ def line(kind: Kind, count: int, size: int, seconds: float) -> dict[str, Any]:
 
 
 def totals(lines: list[list[dict[str, Any]]], steps: int) -> dict[str, float]:
-    """Return the metrics of a step: means over the ranks of `lines`, each with the lines of `steps` steps."""
+    """Return the metrics of a step, averaged over the ranks of `lines`."""
     each = [one for own in lines for one in own]
     timed = [one for one in each if one["seconds"] is not None]
     seconds = sum(one["count"] * one["seconds"] for one in timed)

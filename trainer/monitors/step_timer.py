@@ -21,8 +21,8 @@ class StepTimer(Callback):
     reduction that overlaps with a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
 
     `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest
-    of these times minus the shortest, over the step. `time/data_max` is the wait for data of the rank that waits
-    longest. `time/communication_min` is the communication of the rank that waits least: about the transfer itself.
+    of these times minus the shortest, as a share of the step. `time/data_max` is the longest wait for data of any rank.
+    `time/communication_min` is the communication of the rank that waits least: about the transfer itself.
     """
 
     role = Role.MEASURE
@@ -50,7 +50,7 @@ class StepTimer(Callback):
             self.file.close()
 
     def _own(self) -> list[float]:
-        """Return the seconds of each phase since the last call; empty if the device has not got here."""
+        """Return the seconds of each phase since the last call; empty if the device is not that far yet."""
         assert self.clock
         self.clock.read()
         self.next = self.clock.lap()
@@ -78,9 +78,9 @@ class StepTimer(Callback):
 
 
 def metrics(times: list[list[float]]) -> dict[str, float]:
-    """Make the metrics of the ranks' seconds in each phase.
+    """Return the metrics, from each rank's seconds per phase.
 
-    Waits for data make no rank slow: of equal ranks that lack data, one waits for it, and the others for that one.
+    Waits for data don't make a rank slow: if equal ranks lack data, one waits for it and the others wait for that one.
     """
     ranks = len(times)
     work = [sum(each[phase] for phase in COMPUTE) for each in times]

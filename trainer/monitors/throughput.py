@@ -26,11 +26,11 @@ COLUMN = {"bf16": 0, "bf16_params": 0, "fp16": 0, "fp8": 0, "tf32": 1, "fp32": 2
 
 
 class Throughput(Callback):
-    """Speed over the steps since the last logged one. The time of validation and checkpoints between them counts.
+    """Speed over the steps since the last logged one, including validations and checkpoints between them.
 
     Args:
-        peak_tflops: Peak of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311). If null, `PEAKS` gives
-            it by the device's name and the run's precision. A device that is not in `PEAKS` has no perf/mfu.
+        peak_tflops: Peak of one device, for perf/mfu (Chowdhery et al. 2022, arXiv:2204.02311). If null, it is taken
+            from `PEAKS` by the device's name and the run's precision; other devices have no perf/mfu.
     """
 
     role = Role.MEASURE

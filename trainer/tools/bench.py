@@ -25,38 +25,23 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start ranks, or measure as one of them. Return the exit code.
-
-    Raises:
-        ConfigError: An option can't work, or contradicts the launcher.
-    """
     refuse(options)
     raise_file_limit()
     place = detect(os.environ)
     if place.launcher and options.devices not in (None, place.local_world):
         why = f"{place.launcher} started {place.local_world} rank(s) on this node"
         raise ConfigError(f"--devices={options.devices}: {why}; let the launcher start as many, or leave --devices out")
-    if not place.launcher and (devices := options.devices or count(options.accelerator)) > 1:
-        from trainer.launch.function import launch
+    from trainer.comm.device import count_gpus
+    from trainer.launch.function import launch
 
+    if not place.launcher and (devices := options.devices or count_gpus(options.accelerator)) > 1:
         launch(measure, options, devices=devices)
     else:
         measure(options)
     return 0
 
 
-def count(accelerator: str) -> int:
-    from trainer.comm.device import count_gpus
-
-    return count_gpus(accelerator) or 1
-
-
 def refuse(options: argparse.Namespace) -> None:
-    """Refuse options that can't work, before anything is measured.
-
-    Raises:
-        ConfigError: An option is out of range or unknown, a file can't be written, or matplotlib is missing.
-    """
     for name in ("devices", "max_mib", "disk_mib"):
         require(f"--{name.replace('_', '-')}", getattr(options, name), at_least=1)
     require("--seconds", options.seconds, above=0)
@@ -75,20 +60,17 @@ def refuse(options: argparse.Namespace) -> None:
 
 def parser() -> ArgumentParser:
     made = ArgumentParser("echelon bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--only", nargs="+", default=ALL, metavar="PART", help=f"of {', '.join(ALL)}; without it all")
-    made.add_argument("--devices", type=int, help="ranks to start here; without it one for each GPU, or one")
+    made.add_argument("--only", nargs="+", default=ALL, metavar="PART", help=f"of {', '.join(ALL)} (default: all)")
+    made.add_argument("--devices", type=int, help="ranks to start here (default: one for each GPU, or one)")
     made.add_argument("--accelerator", choices=("auto", "cpu", "cuda"), default="auto")
     made.add_argument("--backend", choices=("auto", "gloo", "nccl", "mpi"), default="auto")
-    made.add_argument(
-        "--collectives", nargs="+", default=COLLECTIVES, metavar="NAME", help=f"of {', '.join(COLLECTIVES)}"
-    )
-    made.add_argument("--max-mib", type=int, default=64, help="the largest message; without it 64")
-    made.add_argument(
-        "--seconds", type=float, default=0.2, help="for each size of a message, about; larger ones are left out"
-    )
-    made.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure; without it the current one")
-    made.add_argument("--disk-mib", type=int, default=256, help="of the file that is written; without it 256")
-    made.add_argument("--shards", nargs="+", default=[], help="to read; without it shards of random bytes are made")
+    known = ", ".join(COLLECTIVES)
+    made.add_argument("--collectives", nargs="+", default=COLLECTIVES, metavar="NAME", help=f"of {known}")
+    made.add_argument("--max-mib", type=int, default=64, help="the largest message (default: 64)")
+    made.add_argument("--seconds", type=float, default=0.2, help="about, per message size; slower ones are left out")
+    made.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: the current one)")
+    made.add_argument("--disk-mib", type=int, default=256, help="of the file that is written (default: 256)")
+    made.add_argument("--shards", nargs="+", default=[], help="to read (default: shards of random bytes are made)")
     made.add_argument("--json", type=Path, metavar="FILE", help="all numbers, with the cost model's machine")
     made.add_argument("--png", type=Path, metavar="FILE", help="bus bandwidth over sizes; needs matplotlib")
     return made

@@ -1,4 +1,4 @@
-"""echelon compare RUN...: how runs differ, as tables: changed keys, last and best metrics."""
+"""echelon compare RUN...: shows in tables how runs differ, with changed keys, last and best metrics."""
 
 import json
 import math
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.annotated import as_yaml
 from trainer.errors import printable
 from trainer.files import finite
 from trainer.process.arguments import ArgumentParser
@@ -25,11 +26,6 @@ CELL = 14  # columns of a value, at least
 
 
 def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
-    """Print the tables, or the same as JSON.
-
-    Raises:
-        ConfigError: A folder holds no run.
-    """
     runs = [read_run(folder, name, 1, 1) for folder, name in zip(folders, names_of(folders), strict=True)]
     if as_json:
         print(json.dumps(finite(as_object(runs)), indent=1, default=str))
@@ -37,12 +33,12 @@ def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
     console = Console(highlight=False, markup=False)
     names = chosen(runs, everything)
     for block in blocks(runs, console.width):
-        console.print(made("", [""], block, outcomes(block)))
+        console.print(made("", "", block, outcomes(block)))
         if changed := differences(runs):
-            rows = [[key, *(shown(run.config.get(key)) for run in block)] for key in sorted(changed)]
-            console.print(made("changed keys", ["key"], block, rows))
+            rows = [[key, *(as_yaml(run.config.get(key))[:200] for run in block)] for key in sorted(changed)]
+            console.print(made("changed keys", "key", block, rows))
         rows = [[name, *(cell(run, name) for run in block)] for name in names]
-        console.print(made("last, and best at its step", ["metric"], block, rows))
+        console.print(made("last, and best at its step", "metric", block, rows))
     console.print()
     for run in runs:
         for note in run.notes:
@@ -53,21 +49,19 @@ def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
 
 
 def chosen(runs: list[Run], everything: bool) -> list[str]:
-    """Return the metrics to show: those that any run has, in order of their names."""
     names = sorted({name for run in runs for name in run.metrics} - set(CLOCKS))
     return names if everything else [name for name in names if name.startswith(GROUPS)]
 
 
 def blocks(runs: list[Run], width: int) -> list[list[Run]]:
-    """Cut the runs into as many as fit side by side."""
     fit = max(1, (width - 26) // (CELL + 2))
     return [runs[i : i + fit] for i in range(0, len(runs), fit)]
 
 
-def made(title: str, first: list[str], runs: list[Run], rows: list[list[str]]) -> Table:
+def made(title: str, first: str, runs: list[Run], rows: list[list[str]]) -> Table:
     title = f"\n{title}" if title else ""
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=False)
-    table.add_column(first[0], overflow="fold", max_width=32)
+    table.add_column(first, overflow="fold", max_width=32)
     for run in runs:
         table.add_column(Text(printable(run.name)), justify="right", overflow="fold", min_width=CELL)
     for row in rows:
@@ -93,12 +87,8 @@ def cell(run: Run, name: str) -> str:
     return f"{last}\n{value_of(best[0], name)} @ {best[1]:,}" if best and best[1] != metric.last.step else last
 
 
-def shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)[:200]
-
-
 def as_object(runs: list[Run]) -> dict[str, Any]:
-    """Return the comparison as JSON values. A value that is not finite is null."""
+    """Return the comparison as JSON values; null for values that are not finite."""
     names = chosen(runs, True)
     changed = differences(runs)
     return {

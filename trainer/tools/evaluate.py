@@ -1,4 +1,4 @@
-"""echelon evaluate CHECKPOINT [KEY=VALUE...]: metrics of a checkpoint's model over validation data."""
+"""echelon evaluate CHECKPOINT [KEY=VALUE...]: prints the metrics of a checkpoint's model over validation data."""
 
 import argparse
 import sys
@@ -20,7 +20,6 @@ def main() -> int:
 
 @no_folders_if_refused()
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Print the metrics, each over all samples of all ranks."""
     if arguments.json:
         make_parent("--json", arguments.json)
     metrics = stored.on_ranks(arguments, stored.evaluate)

@@ -44,16 +44,10 @@ UNREAD = {"batch", "micro_batch", "accumulate", "optimizer", "schedule", "nccl",
 
 @no_folders_if_refused()
 def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
-    """Build the recipe from the config in the run's folder, with `changes` as KEY=VALUE, and call its `export`.
+    """Build the recipe from the run's config, with `changes` as KEY=VALUE, and call its `export`.
 
-    A run that kept an average exports the average. A config that no run of this user has written may be a
-    stranger's. Then code of other packages, and the recipe's `paths`, come from `changes` alone.
-
-    Raises:
-        ConfigError: The checkpoint or its run's config is missing or damaged. Or the recipe exports nothing, or has
-            another model or other data by now. Or the folder holds files, or can't be written. Or a change has no
-            effect.
-        DataError: The data can't be opened.
+    A run that kept an average exports the average. A config that no run of this user has written may be a stranger's.
+    Then code of other packages, and the recipe's `paths`, come from `changes` alone.
     """
     refuse_unread(changes, READ)
     if folder.is_dir() and any(folder.iterdir()):
@@ -74,14 +68,11 @@ def export(checkpoint: str, folder: Path, changes: list[str]) -> None:
 
 
 def refuse_unread(changes: list[str], read: Collection[str], flags: Mapping[str, str] | None = None) -> None:
-    """Refuse settings of the run that change nothing here, such as those of its steps and checkpoints.
+    """Refuse settings of the run that have no effect here, such as those of its steps and checkpoints.
 
     Args:
-        read: The trainer's options that change something.
-        flags: What takes a setting's place.
-
-    Raises:
-        ConfigError: There is one.
+        read: The trainer's options that have an effect.
+        flags: Flags that replace a setting.
     """
     flags = flags or {}
     unread = UNREAD | {f"trainer.{option.name}" for option in fields(Options) if option.name not in read}
@@ -95,13 +86,10 @@ def refuse_unread(changes: list[str], read: Collection[str], flags: Mapping[str,
 
 
 def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the checkpoint's manifest, and what its run's config builds, with `changes` as KEY=VALUE.
+    """Return the checkpoint's manifest, and the components that its run's config builds, with `changes`.
 
     Args:
         key: The argument that named the checkpoint, for errors.
-
-    Raises:
-        ConfigError: As in `export`.
     """
     try:
         manifest = verify(path)
@@ -129,7 +117,7 @@ def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], 
 
 
 def whole_model(path: Path, manifest: dict[str, Any], made: dict[str, Any], key: str) -> nn.Module:
-    """Return the recipe's model on the CPU, with the checkpoint's weights, or with the average that the run kept."""
+    """Return the model on the CPU, with the checkpoint's weights, or with the average that the run kept."""
     torch.manual_seed(made["options"].seed)
     model = on_host(made["recipe"].model())
     sections = open_parts(path, manifest["files"], manifest["world"])
@@ -147,7 +135,7 @@ def average_of(state: Any) -> Any:
 
 
 def read_config(file: Path, changes: list[str], key: str, instead: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a run, with some values replaced: `instead` of its own first, then `changes`."""
+    """Return the config of a run, with some values replaced: first by `instead`, then by `changes`."""
     try:
         refuse_cut(found := OmegaConf.load(stored_config(file)))
         settings: Any = OmegaConf.to_container(OmegaConf.merge(found, instead, OmegaConf.from_dotlist(changes)))
@@ -161,14 +149,14 @@ def read_config(file: Path, changes: list[str], key: str, instead: dict[str, Any
 
 
 def without_monitors(callbacks: dict[str, Any]) -> dict[str, Any]:
-    """Return `callbacks` without monitors: an export has no numbers, and an older config names other modules."""
+    """Return `callbacks` without monitors: an export needs none, and an older config may name moved modules."""
     names = {module.name for module in pkgutil.iter_modules([*monitors.__path__, *loggers.__path__])}
     target = re.compile(rf"trainer\.\w+\.({'|'.join(names)})(\.\w+)+")
     return {name: node for name, node in callbacks.items() if not target.fullmatch(str(node.get("_target_")))}
 
 
 def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
-    """Raise ConfigError for those of the recipe's `paths` that the config names and the command does not."""
+    """Refuse those of the recipe's `paths` that the config sets and the command does not."""
     node = settings["recipe"]
     allow = tuple(settings["trainer"]["allow_targets"])
     names = getattr(locate("recipe._target_", node["_target_"], allow), "paths", ())
@@ -181,7 +169,7 @@ def refuse_paths(settings: dict[str, Any], given: Collection[str]) -> None:
 
 
 def refuse_other_data(source: Any, saved: str, key: str) -> None:
-    """Refuse data of another fingerprint, since a recipe may export a part of the data, such as a tokenizer."""
+    """Refuse changed data, since a recipe may export a part of the data, such as a tokenizer."""
     own = source.fingerprint
     if own != saved:
         raise ConfigError(

@@ -11,11 +11,11 @@ of runs stay untouched.
 
 import argparse
 import math
-import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 from trainer.errors import ConfigError, require
@@ -40,10 +40,10 @@ def main() -> int:
     parser = ArgumentParser(
         "echelon lr_find", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--min", type=float, default=1e-7, metavar="RATE", help="the first rate; without it 1e-7")
-    parser.add_argument("--max", type=float, default=10.0, metavar="RATE", help="the last rate; without it 10")
-    parser.add_argument("--steps", type=int, default=100, help="steps from the first to the last; without it 100")
-    parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="seconds at most; without it 3600")
+    parser.add_argument("--min", type=float, default=1e-7, metavar="RATE", help="the first rate (default: 1e-7)")
+    parser.add_argument("--max", type=float, default=10.0, metavar="RATE", help="the last rate (default: 10)")
+    parser.add_argument("--steps", type=int, default=100, help="steps from the first to the last (default: 100)")
+    parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="seconds at most (default: 3600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes rates, losses and suggestions")
     parser.add_argument("--png", type=Path, metavar="FILE", help="writes the curve; needs matplotlib")
     options, words = parser.parse_known_args()
@@ -52,7 +52,6 @@ def main() -> int:
 
 @no_folders_if_refused()
 def find(options: argparse.Namespace, words: list[str]) -> int:
-    """Run the test, show it, and return the exit code."""
     refuse(options)
     job = one_job(words, "lr_find")
     if job is None:
@@ -67,9 +66,9 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
 
         config = of_trial(job.config, team.folder, 1, options.limit_s, options.steps)
         config["trainer"] |= {"max_steps": options.steps, "max_epochs": None, "resume": None}
-        order = {"config": config, "folder": str(team.folder), "min": options.min, "max": options.max}
+        task = {"config": config, "folder": str(team.folder), "min": options.min, "max": options.max}
         try:
-            show(team.run(order, options.limit_s)[0]["losses"], options)
+            show(team.run(task, options.limit_s)[0]["losses"], options)
         except TrialFailed as error:
             raise ConfigError(f"the run does not train: {error}") from None
         return 0
@@ -78,11 +77,6 @@ def find(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def refuse(options: argparse.Namespace) -> None:
-    """Refuse options that can't work.
-
-    Raises:
-        ConfigError: An option is out of range, a file can't be written, or matplotlib is missing.
-    """
     require("--min", options.min, above=0)
     require("--steps", options.steps, at_least=LEAST_STEPS)
     require("--limit-s", options.limit_s, above=0)
@@ -94,8 +88,8 @@ def refuse(options: argparse.Namespace) -> None:
     require_matplotlib(options.png)
 
 
-def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Train with growing rates on this rank. Return the mean loss of each step over all ranks, as JSON values."""
+def sweep(task: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Train with growing rates on this rank. Return each step's mean loss over all ranks, as JSON values."""
     import torch
 
     from trainer.callback import Callback, Role
@@ -106,10 +100,10 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
     class Growing(Schedule):
         def resolve(self, total: int | None, batch: int, epoch_samples: int | None) -> Rate:
             factor = schedule.factor_of_batch(batch) if isinstance(schedule, Schedule) else 1.0
-            return GrowingRate(factor / order["config"]["optimizer"]["lr"], steps, order["min"], order["max"])
+            return GrowingRate(factor / task["config"]["optimizer"]["lr"], steps, task["min"], task["max"])
 
     class Watch(Callback):
-        """Notes the losses, and ends the run. The sums over ranks are the same on all, so all end together."""
+        """Records the losses, and ends the run. The sums are equal on all ranks, so all end together."""
 
         role = Role.MEASURE
 
@@ -121,8 +115,8 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
                 trainer.emit("on_flush")  # what is deferred needs its peers
                 raise Over
 
-    losses, steps = list[float](), order["config"]["trainer"]["max_steps"]
-    components = build_components(order["config"])
+    losses, steps = list[float](), task["config"]["trainer"]["max_steps"]
+    components = build_components(task["config"])
     schedule, components["schedule"] = components["schedule"], Growing()
     components["callbacks"]["lr_find"] = Watch()
     trainer = Trainer(**components, place=place, name="lr_find")
@@ -135,7 +129,7 @@ def sweep(order: dict[str, Any], place: Place) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GrowingRate(Rate):
-    """`optimizer.lr` grows from `least` to `most`. Groups keep their ratios, and the batch its factor."""
+    """`optimizer.lr` grows from `least` to `most`; factors of groups and of the batch still apply."""
 
     factor: float  # from `optimizer.lr` to the factor on the rates
     steps: int
@@ -147,7 +141,7 @@ class GrowingRate(Rate):
 
 
 def rate(step: int, steps: int, least: float, most: float) -> float:
-    """Return the rate of a step: `least` at 0, `most` at the last."""
+    """Return the rate of a step: `least` at step 0, `most` at the last one."""
     return least * (most / least) ** (step / (steps - 1))
 
 
@@ -161,32 +155,26 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def diverged(losses: Sequence[float]) -> bool:
-    """Return whether the last loss is no number, or its average `DIVERGED` times as far above 0 as the least one."""
+    """Return whether the last loss is not finite, or its average is above `DIVERGED` times the least one."""
     if not math.isfinite(losses[-1]):
         return True
     smoothed = smooth(losses)
     return len(losses) >= LEAST_STEPS and smoothed[-1] > max(DIVERGED * min(smoothed), smoothed[0])
 
 
-def slope(values: Sequence[float]) -> float:
-    """Return the slope of the line through equally distant values, by least squares."""
-    middle = (len(values) - 1) / 2
-    weights = [number - middle for number in range(len(values))]
-    return sum(map(operator.mul, weights, values)) / sum(weight * weight for weight in weights)
-
-
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
-    """Return the rate of the steepest descent of the loss, and a tenth of the rate of its least smoothed value.
+    """Return the rate where the loss falls fastest, and a tenth of the rate at its least smoothed value.
 
-    The descent is that of a line over `WINDOW` of the steps: single losses have noise.
-
-    Raises:
-        ConfigError: The loss never falls.
+    The fall is the slope of a line over `WINDOW` of the steps, because single losses are noisy.
     """
     half = max(1, int(len(losses) * WINDOW / 2))
     smoothed = smooth(losses)
     least = min(range(half, len(losses)), key=smoothed.__getitem__)
-    descents = {i: slope(losses[i - half : i + half + 1]) for i in range(half, min(least, len(losses) - half))}
+    width = range(2 * half + 1)
+    descents = {
+        i: linear_regression(width, losses[i - half : i + half + 1]).slope
+        for i in range(half, min(least, len(losses) - half))
+    }
     if not descents or min(descents.values()) >= 0:
         raise ConfigError(
             f"the loss does not fall between the rates {rates[0]:g} and {rates[-1]:g}; "
@@ -196,11 +184,6 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> dict[str, float]
 
 
 def show(losses: list[float | None], options: argparse.Namespace) -> None:
-    """Print the curve and the suggestions, and write the files.
-
-    Raises:
-        ConfigError: The losses suggest no rate.
-    """
     finite = [loss for loss in losses if loss is not None]
     if len(finite) < min(LEAST_LOSSES, len(losses)):
         last = rate(len(losses) - 1, options.steps, options.min, options.max)
@@ -225,7 +208,6 @@ def show(losses: list[float | None], options: argparse.Namespace) -> None:
 
 
 def draw(rates: list[float], losses: list[float], smoothed: list[float], found: dict[str, float], path: Path) -> None:
-    """Write a PNG of the losses over the rates."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -104,11 +104,7 @@ def test_it_learns_a_batch() -> None:
 
 
 def new(name: str) -> int:
-    """Write the three files, and print them and the command that trains.
-
-    Raises:
-        ConfigError: The name can't be that of a recipe of one's own, or a file is there already.
-    """
+    """Write the three files, and print them and the command that trains."""
     refuse(name)
     texts = {f"{name}.py": RECIPE, f"conf/recipe/{name}.yaml": YAML, f"test_{name}.py": TEST}
     if there := [file for file in texts if os.path.lexists(file)]:
@@ -131,7 +127,6 @@ def class_of(name: str) -> str:
 
 
 def refuse(name: str) -> None:
-    """Raise ConfigError if no recipe of one's own can have this name."""
     key = f"NAME={printable(name)}"
     if not re.fullmatch("[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         way_out = "give lower-case letters, digits and _, a letter first, as in my_task"

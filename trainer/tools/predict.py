@@ -1,4 +1,4 @@
-"""echelon predict CHECKPOINT --output FILE [KEY=VALUE...]: predictions of a checkpoint, in order."""
+"""echelon predict CHECKPOINT --output FILE [KEY=VALUE...]: writes a checkpoint's predictions, in the data's order."""
 
 import argparse
 import sys
@@ -20,7 +20,6 @@ def main() -> int:
 
 @no_folders_if_refused()
 def predict(arguments: argparse.Namespace) -> int:
-    """Write what `recipe.predict` gives for each sample, in the order of the data."""
     refuse_format(arguments.output)
     make_parent("--output", arguments.output)
     predictions = stored.on_ranks(arguments, stored.predict)

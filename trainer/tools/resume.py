@@ -23,15 +23,6 @@ WHOLE = ("optimizer", "schedule", "nccl")  # groups of which NAME replaces all k
 
 
 def resume(folder: Path, overrides: list[str]) -> int:
-    """Train on from the run's newest checkpoint, and return the exit code.
-
-    Args:
-        folder: Of the run. A config.yaml that no run of this user has written allows nothing itself.
-        overrides: As the command takes them.
-
-    Raises:
-        ConfigError: The folder holds no run, or a setting can't work.
-    """
     for job in composed(folder, overrides):
         check(job.config)
         return run(job.config, folder.name, ["resume", str(folder), *job.argv], job.messages)
@@ -39,11 +30,7 @@ def resume(folder: Path, overrides: list[str]) -> int:
 
 
 def composed(folder: Path, overrides: list[str]) -> list[Job]:
-    """Compose the run's config with Hydra: the stored values, and the overrides on top.
-
-    Raises:
-        ConfigError: The folder holds no config, or the overrides are no single run of its recipe.
-    """
+    """Compose the run's config with Hydra: the stored values, then the overrides."""
     from omegaconf import OmegaConf
 
     if {"-m", "--multirun"} & set(overrides):
@@ -69,18 +56,18 @@ def composed(folder: Path, overrides: list[str]) -> list[Job]:
         OmegaConf.save(OmegaConf.merge({"defaults": defaults}, stored, {"hydra": hydra}, {"hydra": searched}), primary)
         jobs = compose(words, [CONF, *config_dirs(overrides)], primary)
     for job in jobs:
-        refuse_elsewhere(job.config["trainer"], folder)
+        if (given := job.config["trainer"].get("run_dir")) != str(folder):  # it would begin without a checkpoint
+            raise ConfigError(
+                f"trainer.run_dir={as_yaml(given)}: a resume continues in the run's own folder {folder}; leave this "
+                f"out, or give the whole command of the run with it and trainer.resume={folder}"
+            )
     return jobs
 
 
 def distrusted(stored: Any, given: Collection[str], key: str) -> Any:
-    """Return a config that may be a stranger's without what it allows itself: such keys come from the command alone.
+    """Strip an untrusted config of its own permissions: such keys come from the command alone.
 
-    Args:
-        given: The keys of the command.
-
-    Raises:
-        ConfigError: The config allows something, and the command says nothing about it.
+    `given` are the command's keys. Raises ConfigError if the config sets such a key and the command does not.
     """
     from omegaconf import OmegaConf
 
@@ -101,24 +88,11 @@ def distrusted(stored: Any, given: Collection[str], key: str) -> Any:
 
 
 def typed(value: Any) -> str:
-    """Return a value as an argument has it; VALUE for one that its config would resolve."""
+    """Return a value in the syntax of an argument; VALUE for one that its config would resolve."""
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
     text = printable(str(value)) if isinstance(value, str) else as_yaml(value)
     return "VALUE" if "${" in text else text if re.fullmatch(r"[\w./-]+", text) else f'"{text}"'
-
-
-def refuse_elsewhere(options: dict[str, Any], folder: Path) -> None:
-    """Refuse overrides with which the run would begin in another folder, without a checkpoint.
-
-    Raises:
-        ConfigError: `trainer.run_dir` is another folder than the run's.
-    """
-    if (given := options.get("run_dir")) != str(folder):
-        raise ConfigError(
-            f"trainer.run_dir={as_yaml(given)}: a resume continues in the run's own folder {folder}; leave this out, "
-            f"or give the whole command of the run with it and trainer.resume={folder}"
-        )
 
 
 def read(folder: Path) -> Any:

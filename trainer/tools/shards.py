@@ -41,11 +41,7 @@ def progress(shard: str, done: int, total: int) -> None:
 
 
 def verify(shards: list[str], workers: int, **where: Any) -> None:
-    """Read every byte, and compare it with the index. For remote shards, the cached copy is read.
-
-    Raises:
-        DataError: Shards differ from their index. The message names each.
-    """
+    """Read every byte, and compare it with the index. For remote shards, the cached copy is read."""
     require("--workers", workers, at_least=1)
     paths = find_shards(shards, DataOptions(**where))
     wrong: list[str] = []
@@ -58,7 +54,7 @@ def verify(shards: list[str], workers: int, **where: Any) -> None:
 
 
 def compare(path: Path | Remote) -> str:
-    """Return how the shard differs from its index; empty if it does not."""
+    """Return how the shard differs from its index; "" if it does not."""
     if (known := indexed(path)) is None:
         return "has no index that can be read"
     try:
@@ -88,14 +84,9 @@ def line(name: str, shards: list[Shard]) -> str:
 
 
 def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool) -> None:
-    """Write shards from the files of a folder, the lines of a .jsonl, or the rows of a .parquet; always in the same
-    order.
+    """Write shards from the files of a folder, the lines of a .jsonl, or the rows of a .parquet; in a fixed order.
 
-    Args:
-        classes: The source is a folder with a folder per class, as in `with_classes`.
-
-    Raises:
-        DataError: The source is empty or can't be read, or the folder can't be written.
+    `classes`: the source has a folder per class, as in `with_classes`.
     """
     require("--per-shard", per_shard, at_least=1)
     refuse_remote("SOURCE", source)
@@ -110,7 +101,7 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool)
         if classes and not source.is_dir():
             raise DataError(f"{source}: --classes takes a folder with a folder per class")
         found = with_classes(grouped(source), folder) if classes else samples(source)
-        paths = write_shards(found, folder, prefix, per_shard, packed)
+        paths = write_shards(found, folder, prefix, per_shard, lambda shard, n: say(f"packed {shard}: {n} samples"))
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         raise DataError(f"{reason}; make room or make it writable, or give another folder") from None
@@ -119,13 +110,9 @@ def pack(source: Path, folder: Path, prefix: str, per_shard: int, classes: bool)
     say(f"{len(paths)} shards: {paths[0]} to {paths[-1]}")
 
 
-def packed(shard: str, done: int) -> None:
-    say(f"packed {shard}: {done} samples")
-
-
 def samples(source: Path) -> Iterator[dict[str, Any]]:
     if source.is_dir():
-        return of_folder(source)
+        return (read_files(key, files) for key, files in grouped(source).items())
     if source.suffix == ".jsonl":
         return of_lines(source)
     if source.suffix == ".parquet":
@@ -133,14 +120,8 @@ def samples(source: Path) -> Iterator[dict[str, Any]]:
     raise DataError(f"{source}: is not a folder, .jsonl or .parquet")
 
 
-def of_folder(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a folder, by name. Files of one key form a sample: `a/7.jpg`, `a/7.json`."""
-    for key, files in grouped(source).items():
-        yield read_files(key, files)
-
-
 def grouped(source: Path) -> dict[str, dict[str, Path]]:
-    """Return the files of a folder by key and extension, in the order of their names."""
+    """Return the files of a folder by key and extension, in order. `a/7.jpg` and `a/7.json` form a sample `a/7`."""
     names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     found: dict[str, dict[str, Path]] = {}
     for name in names:

@@ -133,7 +133,7 @@ def test_numbers_of_gpus_over_ranks_and_a_warning_for_each_reason():
         assert metrics["gpu/utilisation"] == 0.75 and metrics["gpu/temperature_c"] == 70.0
         assert metrics["gpu/utilisation_min"] == 0.5 and metrics["gpu/idlest_rank"] == 0  # of the GPU "a"
         assert metrics["gpu/throttled"] == 0.5 and metrics["gpu/utilisation_spread"] == 0.0
-    texts = [f"step 1: clocks of the GPU held down by {why}: rank 1" for why in callback.SLOWDOWNS.values()]
+    texts = [f"step 1: clocks of the GPU throttled by {why}: rank 1" for why in callback.SLOWDOWNS.values()]
     assert said == also == [texts[0], texts[3]]
 
 

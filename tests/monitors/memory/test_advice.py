@@ -35,29 +35,43 @@ def test_shared_storage_counts_once():
         (torch.optim.AdamW, 2 * 46 * 4, 2 * 46 * 4 + 4 * 4),  # and a counter for each of 4
         (lambda params: torch.optim.SGD(params, momentum=0.9), 46 * 4, 46 * 4),
         (torch.optim.SGD, 0, 0),
+        (lambda params: torch.optim.Adam(params, amsgrad=True), 3 * 46 * 4, 3 * 46 * 4 + 4 * 4),
     ],
 )
 def test_state_is_counted_after_a_step_and_computed_before(optimizer, computed, held):
     module = net()
     chosen, parameters = optimizer(module.parameters()), list(module.parameters())
-    assert count_state(chosen, parameters) == (computed, True)
+
+    def count() -> tuple[int, bool]:
+        return count_state(chosen, parameters, lambda probe: optimizer(probe.parameters()))
+
+    assert count() == (computed, True)
     module(torch.ones(3, 8)).sum().backward()
     chosen.step()
-    assert count_state(chosen, parameters) == (held, held == 0)
+    assert count() == (held, held == 0)
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters())
 
 
 def test_weights_in_bf16_have_float32_state():
     module = net().bfloat16()
-    chosen, parameters = torch.optim.AdamW(module.parameters()), list(module.parameters())
-    computed, expected = count_state(chosen, parameters)
+    chosen, parameters = adamw(module), list(module.parameters())
+    computed, expected = count_state(chosen, parameters, adamw)
     assert expected and computed == 2 * 46 * 4
     for p in parameters:
         p.grad = torch.zeros_like(p)
     round_steps(chosen, module, seed=0, step=lambda: 0).step()
-    assert count_state(chosen, parameters) == (computed + 4 * 4, False)
-    assert (
-        count_state(torch.optim.AdamW(net().double().parameters()), list(net().double().parameters()))[0] == 2 * 46 * 8
-    )
+    assert count_state(chosen, parameters, adamw) == (computed + 4 * 4, False)
+    double = net().double()
+    assert count_state(adamw(double), list(double.parameters()), adamw)[0] == 2 * 46 * 8
+
+
+def test_the_state_of_an_optimizer_that_steps_one_model_alone_is_not_predicted():
+    module = net()
+    chosen = adamw(module)
+    assert count_state(chosen, list(module.parameters()), lambda probe: adamw(probe.get_submodule("0"))) == (0, True)
 
 
 def test_what_is_neither_weights_nor_gradients_nor_state_is_the_rest():

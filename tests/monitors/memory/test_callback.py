@@ -285,7 +285,7 @@ def fake_trainer(run_dir: Path) -> Any:
     return SimpleNamespace(
         device=torch.device("cuda", 0), run_dir=run_dir, rank=1, world=1, step=7, metrics={"train/loss": 1.0},
         gathered=[], module=module, parameters=parameters,
-        optimizer=adamw(module.parameters()), recipe=Toy(),
+        optimizer=adamw(module.parameters()), new_optimizer=lambda probe: adamw(probe.parameters()), recipe=Toy(),
         strategy=SimpleNamespace(bucket_bytes=5000, owned=None, data_world=1),
         plan=SimpleNamespace(micro=16, order=0, accumulate=1, features=set), precision=SimpleNamespace(name="bf16"),
         callbacks={}, undo=ExitStack(), batch=16, ranks=SimpleNamespace(place=Place()),

@@ -10,7 +10,7 @@ from trainer.config.folders import CONF
 from trainer.cost.workload import Choice
 from trainer.process.environment import Place
 from trainer.tools.tune.candidates import NOTHING
-from trainer.tools.tune.orders import run_order
+from trainer.tools.tune.tasks import run_task
 from trainer.tools.tune.team import Team
 
 
@@ -35,7 +35,7 @@ def test_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         predictions, "CHOICES", (NOTHING, Choice({"overlap": {}}, {}), Choice({"hierarchical": {}}, {}))
     )
-    team = Team(Place(0, 2, 0, 2, starts=True), tmp_path, run_order)
+    team = Team(Place(0, 2, 0, 2, starts=True), tmp_path, run_task)
     try:
         rows = predictions.measure(tune.Cell("unlimited", 2, "10M"), team, tmp_path, rounds=1)
     finally:

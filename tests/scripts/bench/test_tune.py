@@ -7,7 +7,7 @@ import pytest
 from scripts.bench import tune as bench
 from scripts.bench.comm.rank import SIZES, Size
 from trainer.process.environment import Place
-from trainer.tools.tune.orders import run_order
+from trainer.tools.tune.tasks import run_task
 from trainer.tools.tune.team import Team
 
 
@@ -36,7 +36,7 @@ def test_goals_are_of_the_worst_cell_and_of_the_median_error() -> None:
 @pytest.mark.slow
 def test_a_cell(cell: bench.Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench.STEPS, "unlimited", 2)
-    team = Team(Place(0, 2, 0, 2, starts=True), tmp_path, run_order)
+    team = Team(Place(0, 2, 0, 2, starts=True), tmp_path, run_task)
     try:
         (row,) = bench.measure(cell, team, tmp_path, grid=3, rounds=1)
     finally:

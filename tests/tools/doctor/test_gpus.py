@@ -12,7 +12,7 @@ from trainer.tools.doctor import gpus
 from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from trainer.tools.doctor.report import differences
 
-ONE, TWO, SWITCH = "0000:3b:00.0", "0000:af:00.0", "0000:c1:00.0"
+ONE, TWO = "0000:3b:00.0", "0000:af:00.0"
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_what_makes_a_gpu_slow_or_full_or_lost(sys):
     hot, full = free(pci=ONE, reasons=0x40 | 0x1), Device(pci=TWO, memory=40 << 30)
     lost = free(codes={"handle": pynvml.NVML_ERROR_GPU_IS_LOST})
     _, first, second, third, *_ = examine(sys, hot, full, lost)
-    assert first.level == WARNING and "held down by thermal slowdown by the hardware" in first.consequence
-    assert second.level == WARNING and second.consequence == "others hold 40 GiB of it"
+    assert first.level == WARNING and "throttled by thermal slowdown by the hardware" in first.consequence
+    assert second.level == WARNING and second.consequence == "others use 40 GiB of it"
     assert third.level == ERROR and third.line().startswith("GPU 2: NVML: GPU is lost; a rank on it can't start")
 
 
@@ -143,26 +143,50 @@ def test_power_limits_of_two_machines(sys):
     )
 
 
-def matrix(found: list[Finding]) -> dict:
-    return next(finding.data for finding in found if finding.subject == "links")
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-31\t0
+GPU1\tNV18\t X \tSYS\t0-31\t0
+NIC0\tPIX\tSYS\t X \t\t
+
+Legend:
+
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+"""
 
 
-def test_nvlinks_between_gpus_directly_and_by_switches(sys):
-    direct = examine(sys, free(pci=ONE, links=dict.fromkeys(range(4), TWO)), free(pci=TWO, links={0: ONE, 1: ONE}))
-    assert matrix(direct)["GPU0"]["GPU1"] == "NV4" and matrix(direct)["GPU1"]["GPU0"] == "NV2"
-    links = dict.fromkeys(range(18), SWITCH)
-    switched = examine(sys, free(pci=ONE, links=links), free(pci=TWO, links=links))
-    assert matrix(switched)["GPU0"]["GPU1"] == "NV18"
+def links(folder: Path, monkeypatch, script: str) -> list[Finding]:
+    """Return the findings with a program nvidia-smi that is this script."""
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return list(gpus.links())
 
 
-def test_network_cards_are_in_the_matrix(sys):
-    card = sys / "devices" / "pci0000:00" / "0000:41:00.0"
-    card.mkdir(parents=True)
-    (sys / "class" / "infiniband" / "mlx5_0").mkdir(parents=True)
-    (sys / "class" / "infiniband" / "mlx5_0" / "device").symlink_to(card)
-    found = [finding for finding in examine(sys, free(pci=ONE)) if finding.subject == "links"]
-    assert found[0].data == {"GPU0": {"GPU0": "X", "mlx5_0": "?"}}
-    assert "GPU0  mlx5_0" in found[0].value and found[1].value.startswith("GPU0  X ")
+def test_the_matrix_of_nvidia_smi(tmp_path, monkeypatch):
+    (tmp_path / "matrix").write_text(TOPOLOGY)
+    found = [
+        finding.value for finding in links(tmp_path, monkeypatch, f'[ "$*" = "topo -m" ] && cat {tmp_path}/matrix')
+    ]
+    assert found[0] == "        GPU0    GPU1    NIC0    CPU Affinity    NUMA Affinity"
+    assert found[1] == "GPU0     X      NV18    PIX     0-31    0" and found[-1] == "  NIC0: mlx5_0"
+
+
+def test_a_gpu_alone_has_no_matrix(tmp_path, monkeypatch):
+    (tmp_path / "matrix").write_text("\tGPU0\tCPU Affinity\nGPU0\t X \t0-31\n\nLegend:\n")
+    assert links(tmp_path, monkeypatch, f"cat {tmp_path}/matrix") == []
+
+
+def test_an_nvidia_smi_that_fails_or_is_missing(sys, tmp_path, monkeypatch):
+    (failed,) = links(tmp_path, monkeypatch, "exit 9")
+    assert failed.level == NOTE and "status 9" in failed.consequence
+    monkeypatch.setenv("PATH", "")
+    (missing,) = [finding for finding in examine(sys, free(pci=ONE)) if finding.subject == "links"]
+    assert missing.level == NOTE and "No such file or directory: 'nvidia-smi'" in missing.consequence
 
 
 def test_gpus_without_a_driver_and_none_at_all(sys, tmp_path):
@@ -170,7 +194,7 @@ def test_gpus_without_a_driver_and_none_at_all(sys, tmp_path):
     assert lacking[0].level == WARNING and lacking[0].value == f"2 of NVIDIA on the PCI bus ({ONE}, {TWO})"
     assert "Driver Not Loaded; load the NVIDIA driver" in lacking[0].consequence
     (none,) = examine(tmp_path / "empty", init=pynvml.NVML_ERROR_NO_PERMISSION)
-    assert none.level == NOTE and none.value == "none to be seen" and "access to /dev/nvidiactl" in none.consequence
+    assert none.level == NOTE and none.value == "none found" and "access to /dev/nvidiactl" in none.consequence
     assert examine(tmp_path / "empty")[1].value == "the driver shows none"
 
 

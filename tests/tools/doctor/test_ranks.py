@@ -65,7 +65,7 @@ def one_stays_away(place: Place):
 def test_a_rank_that_does_not_come_has_a_name():
     first, _, third = run_ranks(3, one_stays_away)
     missing = Finding(
-        "ranks", "2 of 3 came in 1 s; rank 1 did not", ERROR, "a run would wait for them", "see their own output"
+        "ranks", "2 of 3 arrived within 1 s; rank 1 did not", ERROR, "a run would wait for them", "see their own output"
     )
     assert first == ([0, 2], [missing]) and third == ([], [])
 
@@ -140,7 +140,7 @@ def test_a_rank_0_that_ends_too_soon_is_named(monkeypatch):
     gc.collect()
     with pytest.raises(ConfigError, match=r"^rank 0: is gone \(.*\); see its own output$"):
         for _ in range(100):  # the first messages may still leave
-            other.tell("key", 1)
+            other.publish("key", 1)
             time.sleep(0.05)
     other.leave()
 

@@ -48,7 +48,7 @@ def test_without_any_package_the_facts_are_there_and_torch_is_missing(tmp_path):
     assert done.code == 1 and done.err == ""
     assert done.out.count("ok       processor: ") == 1
     assert "No module named 'torch'" in errors(done.out)["torch"]
-    assert done.out.count(" met no other: No module named 'torch'") == 2
+    assert done.out.count(" reached no other rank: No module named 'torch'") == 2
     assert "nvidia-ml-py is missing" in done.out
 
 

@@ -39,7 +39,7 @@ def require(monkeypatch, *texts: str) -> dict:
 def test_packages_that_are_missing_or_out_of_bounds(monkeypatch):
     found = require(monkeypatch, "not-there>=2", "numpy<1", 'absent>=1; extra == "s3"', 'torch>=1; extra == "test"')
     assert found["not-there"].level == ERROR and found["not-there"].way_out == "pip install 'not-there'"
-    assert found["numpy"].level == WARNING and found["numpy"].consequence == "Echelon was tried with <1"
+    assert found["numpy"].level == WARNING and found["numpy"].consequence == "Echelon is tested with <1"
     assert "absent" not in found and "torch" not in found["packages"].value
 
 

@@ -11,7 +11,7 @@ from support.ranks import run_ranks
 from trainer.comm.ranks import Ranks
 from trainer.cost.machine import CodecCost
 from trainer.process.environment import Place
-from trainer.tools.measure import codecs, device, processor
+from trainer.tools.measure import codecs, device, host
 from trainer.tools.measure.parts import PARTS
 from trainer.tools.measure.report import Report
 
@@ -92,7 +92,7 @@ def together(place: Place, folder: str, quiet: float) -> tuple[Any, ...]:
         own = 1.0 + place.rank
         patch.setattr(codecs, "measure", lambda *_: {"bf16": CodecCost(own, 2 * own)})
         patch.setattr(device, "matmul", lambda _: {"fp32_flop_per_s": own})
-        patch.setattr(processor, "QUIET", quiet)
+        patch.setattr(host, "QUIET", quiet)
         ranks, report = Ranks(place, "cpu", "gloo", 60), Report(shows=False)
         for part in ("links", "codecs", "matmul", "disk", "shards"):
             PARTS[part](ranks, options(folder=Path(folder), shards=["none.tar"], seconds=1e-7), report)

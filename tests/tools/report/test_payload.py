@@ -105,5 +105,5 @@ def test_facts_of_an_event():
     assert details(event) == "1.23 s, stall 0.5 s, 3 MiB"
     assert details({"event": "crash", "error": "a\x1b[2Jb"}) == "a?[2Jb"
     assert [size(n) for n in (0, 1023, 2048, 5 << 30, 5 << 50, float("nan"))] == [
-        "0 B", "1023 B", "2 KiB", "5 GiB", "5.243e+06 GiB", "unknown",
+        "0 B", "1023 B", "2 KiB", "5 GiB", "5120 TiB", "unknown",
     ]  # fmt: skip

@@ -40,7 +40,7 @@ def test_other_words_are_the_run_s() -> None:
         ("flops=-1", "flops=-1.0: must be at least 0"),
         ("ways=rings", "ways=rings: rings is unknown; did you mean ring"),
         ("ways=", "ways=: names none"),
-        ("scaling=big", "scaling=big: is neither weak nor strong"),
+        ("scaling=big", "scaling=big: must be weak or strong"),
     ],
 )
 def test_nonsense_is_refused(word: str, message: str) -> None:

@@ -9,8 +9,8 @@ from support.costs import WORKLOAD, machine
 from trainer.checkpoint.interval import daly, prior_s
 from trainer.cost.machine import Link
 from trainer.tools.scale.machines import Cluster
+from trainer.tools.scale.options import WAYS
 from trainer.tools.scale.rows import Row, own_way, row, rows
-from trainer.tools.scale.ways import WAYS
 
 NODE = machine(8, 8, Link(1e-5, 1e9, 0.0), 8.0, inside=Link(1e-6, 1e11, 0.0), memory_bytes=2e8)
 CLUSTER = Cluster(NODE, {}, 0.0, 1e10, "a test")

@@ -53,7 +53,7 @@ ALL = 64_000 + 4 * 4096
 
 def config(recipe: type = Counted, precision: str = "bf16", **optimizer: Any) -> dict[str, Any]:
     node = {"_target_": f"{__name__}.{recipe.__name__}"}
-    own = {"_target_": "trainer.optim.factories.adamw", "groups": None, **optimizer}
+    own = {"_target_": "trainer.optim.factories.adamw", "_partial_": True, "groups": None, **optimizer}
     return {"recipe": node, "optimizer": own, "trainer": {"precision": precision, "allow_targets": [__name__]}}
 
 
@@ -64,8 +64,8 @@ def test_parameters_seconds_and_bytes() -> None:
     assert found.parameters == (64_000, *[4096] * 4) and found.shapes[0] == (1000, 64)
     seconds = 3e12 / (989.4e12 * 0.5)
     assert found.forward_s == pytest.approx(seconds / 3) and found.backward_s == pytest.approx(2 * seconds / 3)
-    assert found.state_bytes == 16 * (64_000 + 4 * 4096) and found.activation_bytes == 3 * 2**20
-    assert found.optimizer_s == pytest.approx(28 * (64_000 + 4 * 4096) / 3.35e12)
+    assert found.state_bytes == pytest.approx(16 * ALL, rel=1e-4) and found.activation_bytes == 3 * 2**20
+    assert found.optimizer_s == pytest.approx(28 * ALL / 3.35e12, rel=1e-4)
     assert found.boundary_bytes == 10 * 64 * 2
 
 
@@ -108,19 +108,27 @@ def test_auto_computes_in_what_a_run_takes_there(machine: Cluster, precision: st
         ({"_target_": "trainer.optim.factories.lars", "momentum": 0.9}, 1),
         ({"_target_": "torch.optim.Adam"}, 2),
         ({"_target_": "trainer.optim.factories.adamw8bit"}, 0.5),
+        ({"_target_": "trainer.optim.factories.adafactor"}, 0.0),
+        ({"_target_": "trainer.optim.muon.Muon"}, 2),  # of an embedding; 1 of a hidden matrix
     ],
 )
 def test_the_state_of_the_chosen_optimizer(optimizer: dict[str, Any], tensors: float) -> None:
     work = count(config(**optimizer), H100, ScaleOptions())
-    assert work.workload.state_bytes == 4 * (2 + tensors) * ALL and work.unknown == ()
-    assert work.workload.optimizer_s == pytest.approx((12 + 8 * tensors) * ALL / H100.memory_bytes_per_s)
+    assert work.workload.state_bytes == pytest.approx(4 * (2 + tensors) * ALL, rel=0.01) and work.unknown == ()
+    seconds = (12 + 8 * tensors) * ALL / H100.memory_bytes_per_s
+    assert work.workload.optimizer_s == pytest.approx(seconds, rel=0.01)
 
 
-def test_the_state_of_another_optimizer_is_said_to_be_unknown() -> None:
-    work = count(config(_target_="trainer.optim.muon.Muon"), H100, ScaleOptions())
-    assert work.workload.state_bytes == 16 * ALL and work.unknown == (
-        "optimizer: the state of trainer.optim.muon.Muon is unknown; two numbers a parameter are taken, as of AdamW",
-    )
+class OwnOptimizer(Counted):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([model.get_submodule("table").weight], lr=0.1)
+
+
+def test_the_state_of_an_optimizer_that_only_steps_its_recipes_model_is_said_to_be_unknown() -> None:
+    work = count(config(OwnOptimizer, _target_="trainer.optim.factories.of_recipe"), H100, ScaleOptions())
+    (line,) = work.unknown
+    assert work.workload.state_bytes == 16 * ALL
+    assert line.startswith("optimizer: its state is unknown (") and "two numbers a parameter" in line
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,8 @@ def test_the_state_of_another_optimizer_is_said_to_be_unknown() -> None:
 )
 def test_frozen_parameters_have_no_gradient_and_no_state(frozen: dict[str, Any]) -> None:
     work = count(frozen, H100, ScaleOptions())
-    assert work.workload.parameters == (4096,) * 4 and work.workload.state_bytes == 16 * 4 * 4096
+    assert work.workload.parameters == (4096,) * 4
+    assert work.workload.state_bytes == pytest.approx(16 * 4 * 4096, rel=1e-4)
     assert work.frozen_bytes == 4 * 64_000
     assert work.unknown == ("memory: with 64,000 frozen parameters whole on each rank",)
 

@@ -21,7 +21,7 @@ def test_a_killed_search_goes_on_after_its_last_whole_line(tmp_path: Path) -> No
     with path.open("ab") as file:
         file.write(b'{"event": "tri')  # cut off by the kill
     second = Journal(path, {"a": 1})
-    assert [line["n"] for line in second.all("trial")] == [1] and not second.why_anew
+    assert [line["n"] for line in second.all("trial")] == [1] and not second.discarded
     second.add("trial", n=2)
     second.close()
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["begin", "trial", "again", "trial"]
@@ -37,7 +37,7 @@ def test_another_search_begins_anew(tmp_path: Path, how: str) -> None:
         path.write_bytes(path.read_bytes() + b"odd\n")
     second = Journal(path, {"a": 2 if how == "other" else 1})
     second.close()
-    assert second.why_anew and len(path.read_text().splitlines()) == 1
+    assert second.discarded and len(path.read_text().splitlines()) == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -16,23 +16,23 @@ from trainer.process.environment import Place
 from trainer.tools.tune.team import Team, TrialFailed, free_port, in_a_line
 
 
-def work(order: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Do what the order says on its rank; on the others wait as for a peer, or answer."""
-    if order["rank"] not in (place.rank, -1):
-        time.sleep(60 if order.get("wait") else 0)
-    elif order["what"] == "raise":
+def work(task: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Do what the task says on its rank; on the others wait as for a peer, or answer."""
+    if task["rank"] not in (place.rank, -1):
+        time.sleep(60 if task.get("wait") else 0)
+    elif task["what"] == "raise":
         raise ValueError("odd\nmore")
-    elif order["what"] == "memory":
+    elif task["what"] == "memory":
         raise MemoryError
-    elif order["what"] == "kill":
+    elif task["what"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif order["what"] == "exit":
+    elif task["what"] == "exit":
         os._exit(0)
-    elif order["what"] == "child":
+    elif task["what"] == "child":
         if not os.fork():
             time.sleep(60)
         time.sleep(60)
-    elif order["what"] == "hang":
+    elif task["what"] == "hang":
         time.sleep(60)
     return {"rank": place.rank, "pid": os.getpid(), "group": os.getpgid(0), "store": place.store}
 
@@ -97,7 +97,7 @@ def test_processes_of_two_nodes_start_two_ranks_each(tmp_path: Path, monkeypatch
         (folder := tmp_path / str(node)).mkdir()
         return Team(Place(2 * node, 4, 0, 2, "", "srun", starts=True), folder, work)
 
-    other = multiprocessing.get_context("fork").Process(target=lambda: team(1).obey())
+    other = multiprocessing.get_context("fork").Process(target=lambda: team(1).serve())
     other.start()
     try:
         leader, waited = team(0), list[list[str]]()

@@ -330,11 +330,11 @@ class Answers:
     def outline(self, config: dict[str, Any]) -> dict[str, Any]:
         return outline(config)
 
-    def run(self, order: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-        self.kinds.append(order["kind"])
+    def run(self, task: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
+        self.kinds.append(task["kind"])
         if len(self.kinds) > self.kills_at:
             raise KeyboardInterrupt
-        return [getattr(self, order["kind"])(order["config"])] * 2
+        return [getattr(self, task["kind"])(task["config"])] * 2
 
     def links(self, config: dict[str, Any]) -> dict[str, Any]:
         levels = {"across": [1e-4, 1e8, 0.0, 1.0, 1.0]}

@@ -1,4 +1,4 @@
-"""Draws the line of a run on a terminal with rich, which takes a tenth of a second to import."""
+"""Draws the progress bar on a terminal with rich, whose import takes a tenth of a second."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +16,10 @@ Look = Callable[[float, float | None], Moment]
 
 
 class Bar(progress.ProgressColumn):
-    """A progress bar in the last line of the terminal. A thread looks at the run 10 times a second, and draws it.
+    """A progress bar in the last line of the terminal, redrawn 10 times a second by a thread.
 
     Args:
-        look: Returns the present moment of the run. Called in the thread.
+        look: Returns the present moment of the run; called in the thread.
         last: The last step; None: the run has no end.
         step: The step at which this process begins.
     """
@@ -36,15 +36,13 @@ class Bar(progress.ProgressColumn):
         return self.drawn.console
 
     def advance(self, step: int) -> None:
-        """Take a step into the estimate of the time that is left."""
+        """Update the estimate of the remaining time."""
         self.drawn.update(self.task, completed=step)
 
     def stop(self) -> None:
-        """Remove the bar from the terminal, and show the cursor again."""
         self.drawn.stop()
 
     def render(self, task: progress.Task) -> Table:
-        """Return the line, as wide as the terminal is now."""
         moment = self.look(task.elapsed or 0.0, task.time_remaining)
         head, columns, tail = arrange(moment, self.drawn.console.width)
         cells: list[Any] = [Text(text, no_wrap=True, overflow="crop") for text in (head, tail)]

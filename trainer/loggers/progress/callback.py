@@ -49,9 +49,8 @@ class Progress(Callback):
                 print(line, flush=True)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        log.info(
-            "step %s  %s", self._position(trainer), "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        )
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        log.info("step %s  %s", self._position(trainer), numbers)
 
     def on_fit_end(self, trainer) -> None:
         if self.bar is not None:
@@ -59,14 +58,14 @@ class Progress(Callback):
             Terminal.console = None
 
     def _moment(self, trainer: Context, elapsed_s: float, left_s: float | None) -> Moment:
-        """Return what a terminal shows now. Called in the thread that draws."""
+        """Return what to draw. Called in the drawing thread."""
         plan = trainer.plan
         last = plan.max_steps and plan.samples_at(plan.max_steps)
         epoch = epoch_of(trainer.samples, plan.epoch_samples, last)
         return Moment(trainer.step, plan.max_steps, epoch, Terminal.doing, self.metrics, elapsed_s, left_s)
 
     def _first_loss(self, trainer: Context) -> dict[str, float]:
-        """Measure the loss of the process's first step, if it is not logged: the next numbers may be minutes away.
+        """Measure the first step's loss if it is not logged: the next numbers may be minutes away.
 
         Waits for the device; a collective.
         """
@@ -77,7 +76,7 @@ class Progress(Callback):
         return f"{trainer.step}/{trainer.plan.max_steps}" if trainer.plan.max_steps else str(trainer.step)
 
     def _left(self, trainer: Context) -> str:
-        """Return the time left at the pace since the previous line. The first step of a process has no pace."""
+        """Return the time left at the pace since the previous line. A process's first step has no pace."""
         now, done = time.monotonic(), trainer.step - self.printed_step
         pace, self.printed_at, self.printed_step = (now - self.printed_at) / done, now, trainer.step
         if not trainer.plan.max_steps or trainer.step == self.first + 1:

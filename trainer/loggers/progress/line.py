@@ -1,4 +1,4 @@
-"""Describes a moment of a run in one line, and lays the line out in the columns of a terminal."""
+"""Describes a moment of a run in one line, and fits the line into the columns of a terminal."""
 
 from datetime import timedelta
 from typing import NamedTuple
@@ -29,8 +29,6 @@ MOST = 1000 * YEAR  # a timedelta of more overflows at some point
 
 
 class Moment(NamedTuple):
-    """A moment of a run, as a terminal shows it."""
-
     step: int
     last: int | None  # step of the run; None: it has no end
     epoch: str  # "2/10"; empty if the data has no epochs
@@ -41,23 +39,20 @@ class Moment(NamedTuple):
 
 
 def describe(metrics: dict[str, float]) -> str:
-    """Return the numbers of a logged step."""
     return "  ".join([*(form.format(metrics[name]) for name, form in SHOWN.items() if name in metrics), *lost(metrics)])
 
 
 def lost(metrics: dict[str, float]) -> list[str]:
-    """Return the share of the largest part of a step that computes nothing, from 1 % on, if the parts are known."""
+    """Return the share of the largest part of a step that computes nothing, if it is at least 1 %."""
     whole = metrics.get("time/step", 0.0)
     largest, shown = max((metrics.get(f"time/{name}", 0.0), shown) for name, shown in IDLE.items())
     return [f"{shown} {largest / whole:.0%}"] if largest >= 0.01 * whole > 0 else []
 
 
 def epoch_of(samples: int, in_epoch: int | None, last: int | None) -> str:
-    """Return the epoch that has the sample before position `samples`, counted from 1, and the number of epochs.
+    """Return the epoch of the sample before position `samples`, counted from 1, and the number of epochs.
 
-    Args:
-        in_epoch: Samples of an epoch; None: the data has none.
-        last: Samples of the run; None: it has no end.
+    `in_epoch` is None for data without epochs; `last`, the run's samples, is None for a run without an end.
     """
     if not in_epoch:
         return ""
@@ -72,7 +67,7 @@ def clock(seconds: float) -> str:
 
 
 def arrange(moment: Moment, columns: int) -> tuple[str, int, str]:
-    """Return the text before the bar, the columns of the bar (0: none), and the text after it.
+    """Return the text before the bar, the bar's columns (0: no bar), and the text after it.
 
     Between steps, what the run is doing replaces the numbers.
     """

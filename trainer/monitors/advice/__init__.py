@@ -1,1 +1,1 @@
-"""Advice on a run's speed: thresholds of tuning guides, and the setting that answers each."""
+"""Advice on a run's speed: thresholds of tuning guides, and the setting that fixes each."""

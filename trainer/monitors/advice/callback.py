@@ -1,7 +1,8 @@
-"""Advises on the speed of a run: each finding once, with its number, its limit and the setting that answers."""
+"""Advises on the speed of a run: each finding once, with its number, its limit and the setting that fixes it."""
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from trainer.context import Context
 from trainer.data.batch import Step
 from trainer.files import Appended, finite
 from trainer.log import log
-from trainer.monitors.advice import kernels, link
+from trainer.monitors.advice import kernels
 from trainer.monitors.advice.rules import ALL, MOST_MEMORY, Finding, Run, find
 from trainer.monitors.candidates import accepts
 from trainer.monitors.memory.callback import count
@@ -25,11 +26,14 @@ from trainer.parallel.forward_backward import ForwardBackward
 from trainer.process import cgroup
 
 MOST = 5  # findings that the end of the run repeats
+PCI = Path("/sys/bus/pci/devices")
+# Share of a PCIe lane's gigatransfers/s that is payload: 8b/10b up to 5, then 128b/130b; PAM4 from 64 on.
+CODED = {2.5: 0.8, 5.0: 0.8, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
 MEASURED = ("time/", "gpu/", "perf/", "advice/")  # numbers that a warm-up changes
 
 
 class Advice(Callback):
-    """Reads the numbers of logged steps on rank 0, and says once in a run what is beyond a limit of `rules`.
+    """Judges the numbers of logged steps on rank 0, and reports each finding of `rules` once per run.
 
     A finding must hold for two logged steps in a row. The first logged step, and steps in which torch.compile has
     compiled, are not judged by times. `advice.jsonl` has the findings, and a resume does not repeat them. Numbers come
@@ -50,13 +54,10 @@ class Advice(Callback):
         return model
 
     def wrap_forward_backward(self, trainer, run: ForwardBackward) -> ForwardBackward:
-        """Watch attention in the first pass, on a GPU. A compiled model would be compiled for the watch alone."""
+        """Watch attention in the first pass, on a GPU. A compiled model would be recompiled for the watch."""
         compiles = any(callback.role == Role.COMPILE for callback in trainer.callbacks.values())
         if trainer.rank or trainer.device.type != "cuda" or compiles:
             return run
-        return self._watch_first(run)
-
-    def _watch_first(self, run: ForwardBackward) -> ForwardBackward:
         watched = False
 
         def passes(data: Step, total: Callable[[], int]) -> list[Tensor]:
@@ -101,7 +102,7 @@ class Advice(Callback):
         self.before = found
 
     def _stall(self, numbers: dict[str, float], steps: int) -> dict[str, float]:
-        """Return the share of time that checkpoints have taken, once two logged steps have had some."""
+        """Return the share of time that checkpoints took, once two logged steps have had some."""
         stall = numbers.get("time/checkpoint", 0.0) * steps
         self.stalled, self.total = self.stalled + stall, self.total + numbers.get("time/step", 0.0) * steps
         self.stalls += stall > 0
@@ -129,7 +130,7 @@ class Advice(Callback):
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the findings of a file by name, without lines that are no findings."""
+    """Return the findings in a file by name, skipping damaged lines."""
     found: dict[str, dict[str, Any]] = {}
     try:
         content = path.read_text(errors="replace")
@@ -146,7 +147,6 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def facts(trainer: Context) -> Run:
-    """Return the settings that the rules read."""
     plan, data, saves, place = trainer.plan, trainer.plan.data, trainer.options.checkpoint, trainer.ranks.place
     cuda = trainer.device.type == "cuda"
     moves = (name for name, callback in trainer.callbacks.items() if getattr(callback, "policy", "") == "offload")
@@ -167,24 +167,38 @@ def facts(trainer: Context) -> Run:
         profiles="profiler" in trainer.callbacks,
         offloads=next(moves, ""),
         skips=saves.when_busy == "skip",
-        pcie_mib_s=link.speed(link.PCI / pci_address(trainer.device)) if cuda else 0.0,
+        pcie_mib_s=link_speed(PCI / pci_address(trainer.device)) if cuda else 0.0,
         fits=partial(fits, trainer),
         accepts=partial(accepts, trainer),
     )
 
 
 def cores_of(ranks: int) -> int:
-    """Return the cores that each of a node's ranks may use: of its mask, of the node, of a container's limit."""
+    """Return the cores per rank of a node, by CPU mask, node and container limit."""
     most = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) / ranks, cgroup.cores_each(ranks))
     return max(1, int(most))
 
 
 def fits(trainer: Context) -> int:
-    """Return the samples of the largest micro-batch that a GPU's memory would take, on this rank; 0: unknown.
+    """Return the largest micro-batch that the GPU's memory would hold, in samples on this rank; 0: unknown.
 
-    All but weights, gradients and optimizer state counts as growing with the samples, so more may fit.
+    Everything but weights, gradients and optimizer state is taken to grow with the samples, so more may fit.
     """
     use = count(trainer, None)
     if not use.limit or not use.rest:
         return 0
     return int(trainer.plan.micro * (MOST_MEMORY * use.limit - (use.peak - use.rest)) / use.rest)
+
+
+def link_speed(device: Path) -> float:
+    """Return a PCIe link's payload rate in MiB/s, each way; 0 if unknown.
+
+    An idle GPU slows its link down, so the maximum speed counts; the width is that of the slot.
+    """
+    try:
+        rate = re.match(r"[\d.]+", (device / "max_link_speed").read_text())
+        lanes = int((device / "current_link_width").read_text())
+    except (OSError, ValueError):
+        return 0.0
+    transfers = float(rate[0]) if rate else 0.0
+    return transfers * CODED.get(transfers, 0.0) * 1e9 / 8 * lanes / (1 << 20)

@@ -23,7 +23,7 @@ WARNINGS = {  # beginning of torch's text -> name
 
 @contextmanager
 def watch_attention(found: Counter[str]) -> Iterator[None]:
-    """Count the calls of scaled_dot_product_attention that take the math kernel. Nothing waits for the device."""
+    """Count calls of scaled_dot_product_attention that use the math kernel, without waiting for the device."""
     attend: Any = functional.scaled_dot_product_attention
 
     def watched(*args: Any, **options: Any) -> Any:
@@ -45,7 +45,7 @@ def takes_math(*args: Any, **options: Any) -> bool:
 
 
 def watch_warnings(found: Counter[str], undo: ExitStack) -> None:
-    """Count torch's warnings of slow paths, until `undo`. They are shown as before."""
+    """Count torch's warnings about slow paths, until `undo` closes. They are still shown."""
     show: Callable[..., Any] = warnings.showwarning
 
     def watched(message: Any, *args: Any, **options: Any) -> None:
@@ -62,7 +62,7 @@ def watch_warnings(found: Counter[str], undo: ExitStack) -> None:
 
 
 def look(optimizer: Optimizer, device: torch.device, precision: str) -> dict[str, float]:
-    """Return what holds for the whole run, by the names of the rules: numbers of slow kernels."""
+    """Return the numbers about slow kernels that hold for the whole run, by the names of the rules."""
     groups = getattr(optimizer, "optimizer", optimizer).param_groups
     loops = [group for group in groups if group.get("foreach") is False and not group.get("fused")]
     found = {"looping_groups": len(loops), "fused_optimizer": any("fused" in group for group in loops)}
@@ -72,13 +72,12 @@ def look(optimizer: Optimizer, device: torch.device, precision: str) -> dict[str
 
 
 def searches_for_nothing(model: Any) -> float:
-    """Return 1 if DDP looks for unused parameters and has found none. Its warning of that is in no reach of Python."""
+    """Return 1 if DDP searches for unused parameters and finds none. Python can't catch DDP's own warning."""
     if not isinstance(model, DistributedDataParallel) or not model.find_unused_parameters:
         return 0.0
     return float(model._get_ddp_logging_data().get("unused_parameter_size", 1) == 0)
 
 
 def graph_breaks() -> float:
-    """Return at how many places torch.compile has cut graphs in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return float(len(dynamo.utils.counters["graph_break"])) if dynamo else 0.0

@@ -1,4 +1,4 @@
-"""The thresholds of advice: each rule reads numbers of a logged step, and names the setting that answers."""
+"""The thresholds of advice: each rule reads numbers of a logged step, and names the setting that fixes a problem."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,15 +28,7 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Run:
-    """The settings of a run that advice depends on.
-
-    Args:
-        splits: A callback decides the micro-batches.
-        fits: Returns the samples of the largest micro-batch that would fit into memory; 0: unknown.
-        pcie_mib_s: MiB that the link of the GPU transmits in a second, each way; 0: unknown.
-        offloads: Name of the callback that moves activations to the host; empty without one.
-        accepts: Returns whether the run would take a callback of this name, with these knobs, too.
-    """
+    """The settings of a run that advice depends on."""
 
     world: int
     nodes: int
@@ -46,44 +38,44 @@ class Run:
     batch: int
     micro: int
     accumulate: int
-    splits: bool
+    splits: bool  # a callback decides the micro-batches
     workers: int
     prefetch: int
     cores: int  # of the machine or its container, for each of its ranks
     fixed_interval: bool  # checkpoints come by steps or minutes, and not by auto
     profiles: bool  # has the callback profiler
-    offloads: str
-    skips: bool  # a checkpoint that is due while the one before is being written
-    pcie_mib_s: float
-    fits: Callable[[], int]
-    accepts: Callable[..., bool]
+    offloads: str  # the callback that moves activations to the host; ""
+    skips: bool  # a checkpoint that is due while the previous one is being written
+    pcie_mib_s: float  # that the GPU's link transmits, each way; 0: unknown
+    fits: Callable[[], int]  # samples of the largest micro-batch that would fit into memory; 0: unknown
+    accepts: Callable[..., bool]  # whether the run takes a callback of this name, with these knobs, too
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A number beyond its limit, and the settings that answer, as arguments of the command."""
+    """A number beyond its limit, and the settings that fix it, as arguments of the command."""
 
     name: str
     value: float
     limit: float
     text: str
     config: str
-    subject: int = ALL  # the rank that it is about; findings of the same name and subject are one
+    subject: int = ALL  # the rank concerned; findings of the same name and subject are one
 
 
 Rule = Callable[[Numbers, Run], Finding | None]
 
 
 def find(numbers: Numbers, run: Run) -> list[Finding]:
-    """Return what the numbers of a logged step give. A rule whose numbers are missing or not finite is silent."""
+    """Return the findings of a logged step. A rule whose numbers are missing or not finite is silent."""
     known = {name: number for name, number in numbers.items() if math.isfinite(number)}
     return [finding for rule in RULES if (finding := rule(known, run)) is not None]
 
 
 def utilisation(numbers: Numbers, run: Run) -> Finding | None:
-    """Judge the rank whose GPU idles most: a mean hides one that does nothing.
+    """Judge the rank whose GPU is idlest, because a mean would hide it.
 
-    While the others are busy, the same rank must idle at each step: of many, one may always pause.
+    If the others are busy, the same rank must be idle at each step, because one of many may always pause.
     """
     used, rank = numbers.get("gpu/utilisation_min", 1.0), int(numbers.get("gpu/idlest_rank", 0))
     if used >= UTILISATION:
@@ -163,7 +155,7 @@ def pcie(numbers: Numbers, run: Run) -> Finding | None:
 
 
 def batch(numbers: Numbers, run: Run) -> Finding | None:
-    """Judge only a run that gains from more samples a step: the GPU idles, or communication is exposed."""
+    """Judge only a run that gains from more samples per step: the GPU idles, or communication is exposed."""
     alone = not run.cuda or run.world == 1 or run.accumulate > 1 or run.splits
     busy = numbers.get("gpu/utilisation", 1.0) >= UTILISATION and exposed(numbers) <= COMMUNICATION
     if alone or busy or "perf/peak_memory_gib" not in numbers or (fits := run.fits()) < ROOM * run.micro:
@@ -199,74 +191,61 @@ def optimizer(numbers: Numbers, run: Run) -> Finding | None:
     return Finding("optimizer", groups, 0, text, f"optimizer.{way}=true")
 
 
-def tf32(numbers: Numbers, run: Run) -> Finding | None:
-    if not numbers.get("kernel/without_tf32"):
-        return None
-    text = "matrix products are in float32 on a GPU with TF32, whose tensor cores they do not use"
-    return Finding("tf32", 1, 0, text, "trainer.precision=tf32")
+def above_0(name: str, number: str, text: str, config: Callable[[Run], str]) -> Rule:
+    """Return a rule for a number that should be 0. The text may show it as `{}`."""
 
+    def rule(numbers: Numbers, run: Run) -> Finding | None:
+        value = numbers.get(number, 0.0)
+        return Finding(name, value, 0, text.format(f"{value:.0f}"), config(run)) if value else None
 
-def graph_breaks(numbers: Numbers, run: Run) -> Finding | None:
-    breaks = numbers.get("kernel/graph_breaks", 0.0)
-    if not breaks:
-        return None
-    text = f"torch.compile has cut graphs at {breaks:.0f} place(s), and runs them in parts"
-    return Finding("graph_breaks", breaks, 0, text, trace(run, "with_stack=true"))
-
-
-def recompiles(numbers: Numbers, run: Run) -> Finding | None:
-    times = numbers.get("compile/recompiles", 0.0)
-    if not times:
-        return None
-    text = f"a block was compiled {times:.0f} more time(s), for inputs of other shapes; pad batches to few shapes"
-    return Finding("recompiles", times, 0, text, trace(run, "record_shapes=true"))
-
-
-def unused_parameters(numbers: Numbers, run: Run) -> Finding | None:
-    if not numbers.get("kernel/no_unused_parameters"):
-        return None
-    text = "DDP looks for unused parameters in each step, and has found none"
-    return Finding("unused_parameters", 1, 0, text, "trainer.ddp.find_unused_parameters=false")
-
-
-def gradient_layout(numbers: Numbers, run: Run) -> Finding | None:
-    if not numbers.get("kernel/copied_gradients"):
-        return None
-    text = "a gradient has other strides than its bucket, so DDP copies it; make the parameter contiguous"
-    return Finding("gradient_layout", 1, 0, text, trace(run, "with_stack=true"))
+    rule.__name__ = name
+    return rule
 
 
 RULES: tuple[Rule, ...] = (
-    utilisation, swing, communication, data_wait, checkpoint, straggler, memory_skew, pcie, batch,
-    attention, optimizer, tf32, graph_breaks, recompiles, unused_parameters, gradient_layout,
+    utilisation, swing, communication, data_wait, checkpoint, straggler, memory_skew, pcie, batch, attention, optimizer,
+    above_0(
+        "tf32", "kernel/without_tf32", "matrix products are in float32 on a GPU with TF32, whose tensor cores they do "
+        "not use", lambda run: "trainer.precision=tf32",
+    ),
+    above_0(
+        "graph_breaks", "kernel/graph_breaks", "torch.compile has cut graphs at {} place(s), and runs them in parts",
+        lambda run: trace(run, "with_stack=true"),
+    ),
+    above_0(
+        "recompiles", "compile/recompiles", "a block was compiled {} more time(s), for inputs of other shapes; pad "
+        "batches to few shapes", lambda run: trace(run, "record_shapes=true"),
+    ),
+    above_0(
+        "unused_parameters", "kernel/no_unused_parameters", "DDP looks for unused parameters in each step, and has "
+        "found none", lambda run: "trainer.ddp.find_unused_parameters=false",
+    ),
+    above_0(
+        "gradient_layout", "kernel/copied_gradients", "a gradient has other strides than its bucket, so DDP copies it; "
+        "make the parameter contiguous", lambda run: trace(run, "with_stack=true"),
+    ),
 )  # fmt: skip
 
 
-def share_of(part: str, numbers: Numbers) -> float:
-    """Return the part's share of a step; 0 if it is unknown."""
-    step = numbers.get("time/step", 0.0)
-    return seconds(part, numbers) / step if step else 0.0
-
-
 def wait_share(part: str, numbers: Numbers) -> float:
-    """Return the share of a step's wait; 0 for a wait for data that workers could not shorten."""
-    short = part == "data" and seconds(part, numbers) < HANDOVER
-    return 0.0 if short else share_of(part, numbers)
+    """Return the share of a step's wait; 0 if it is unknown, or a wait for data that workers could not shorten."""
+    wait, step = seconds(part, numbers), numbers.get("time/step", 0.0)
+    return 0.0 if not step or (part == "data" and wait < HANDOVER) else wait / step
 
 
 def seconds(part: str, numbers: Numbers) -> float:
-    """Return the part's seconds; 0 if it is unknown. A wait for the rank that lacks data is no communication."""
+    """Return the part's seconds; 0 if unknown. A wait for a rank that lacks data is not communication."""
     return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", 0.0)
 
 
 def exposed(numbers: Numbers) -> float:
-    """Return the time that steps wait for other ranks, of the time that they compute; 0 if it is unknown."""
+    """Return the time that steps wait for other ranks, relative to their compute time; 0 if unknown."""
     compute = numbers.get("time/forward", 0.0) + numbers.get("time/backward", 0.0)
     return seconds("communication", numbers) / compute if compute else 0.0
 
 
 def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
-    """Return the longest wait of a step, with the settings that answer; None if no wait counts."""
+    """Return the longest wait of a step and the settings that shorten it; None if no wait counts."""
     waits = {"data": faster_data, "communication": less_waiting, "checkpoint": rarer_checkpoints}
     part = max(waits, key=lambda part: wait_share(part, numbers))
     share = wait_share(part, numbers)
@@ -277,12 +256,11 @@ def cause(numbers: Numbers, run: Run) -> tuple[str, str] | None:
 
 # Settings, as arguments of the command.
 def remedy(run: Run, *symptoms: Symptom) -> str:
-    """Return what adds the first callback that helps and that the run takes; empty if there is none."""
+    """Return the arguments that add the first callback that helps and that the run accepts; "" if there is none."""
     return next((in_words(name, knobs) for name, knobs in remedies(*symptoms) if run.accepts(name, **knobs)), "")
 
 
 def trace(run: Run, knob: str = "") -> str:
-    """Return the settings that show more: a trace of some steps."""
     words = ["" if run.profiles else in_words("profiler", {}), f"callbacks.profiler.{knob}" if knob else ""]
     return " ".join(filter(None, words)) or "callbacks.profiler.with_stack=true"
 
@@ -294,7 +272,7 @@ def faster_data(run: Run) -> str:
 
 
 def less_waiting(run: Run) -> str:
-    """Return exact ways first. In a pipeline, ranks wait less the more micro-batches there are."""
+    """Return exact ways first. In a pipeline, ranks wait less with more micro-batches."""
     if run.data_world < run.world and run.micro % 2 == 0:
         return f"micro_batch={run.micro // 2} accumulate={2 * run.accumulate}"
     symptoms = [Symptom.NETWORK, *([Symptom.NODES] if run.nodes > 1 and run.world > run.nodes else [])]
@@ -302,14 +280,14 @@ def less_waiting(run: Run) -> str:
 
 
 def rarer_checkpoints(run: Run) -> str:
-    """Let the interval follow the stall; then leave out what is due too soon. Empty: the run does both."""
+    """Let the interval follow the stall; then skip checkpoints that are due too soon. "": the run does both."""
     if run.fixed_interval:
         return "trainer.checkpoint.every=auto"
     return "" if run.skips else "trainer.checkpoint.when_busy=skip"
 
 
 def more_work(run: Run) -> str:
-    """Return what gives a GPU larger kernels without other numbers, or fewer of them."""
+    """Return what gives the GPU larger or fewer kernels without changing the numbers."""
     if not run.splits and run.accumulate % 2 == 0 and run.fits() >= 2 * run.micro:
         return f"micro_batch={2 * run.micro} accumulate={run.accumulate // 2}"
     return remedy(run, Symptom.KERNELS) or trace(run)

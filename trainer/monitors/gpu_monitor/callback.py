@@ -1,4 +1,4 @@
-"""Adds numbers of the GPU and of the host to the metrics."""
+"""Adds numbers about the GPU and the host to the metrics."""
 
 from collections.abc import Iterator
 
@@ -17,8 +17,8 @@ class GpuMonitor(Callback):
     """Adds `gpu/...`, from NVML, and `host/...`, from /proc, /sys and control groups. The card lists them.
 
     Numbers are means over the samples since the last logged step, and over ranks. Memory, temperature and the spread of
-    utilisation are the largest, PCIe's numbers those of the rank with the largest. A node's first rank measures the
-    host. A warning names each reason for which clocks are held down, once, with the ranks.
+    utilisation are maxima; PCIe's numbers are those of the rank with the largest. A node's first rank measures the
+    host. A warning names each reason for throttled clocks once, with the ranks.
 
     Args:
         every_s: Seconds between two samples.
@@ -63,9 +63,8 @@ class GpuMonitor(Callback):
         for bit, reason in SLOWDOWNS.items():
             if not self.reported & bit and (ranks := [str(rank) for rank, (_, bits) in enumerate(rows) if bits & bit]):
                 self.reported |= bit
-                log.warning(
-                    "step %d: clocks of the GPU held down by %s: rank %s", trainer.step, reason, ", ".join(ranks)
-                )
+                text = "step %d: clocks of the GPU throttled by %s: rank %s"
+                log.warning(text, trainer.step, reason, ", ".join(ranks))
 
     def on_fit_end(self, trainer) -> None:
         if self.sampler is not None:

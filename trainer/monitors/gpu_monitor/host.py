@@ -1,4 +1,4 @@
-"""Measures the host: CPU, memory, disks and network. In a container with limits, the container's CPU and memory."""
+"""Measures the host: CPU, memory, disks and network. In a container with limits, CPU and memory are the container's."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ Reader = Callable[[], tuple[float, ...]]
 
 
 def watch_host(proc: Path = PROC, sys: Path = SYS) -> Iterator[dict[str, float]]:
-    """Yield the numbers, without end: means since the last time. One that can't be read is left out, with one line."""
+    """Yield means since the last sample, endlessly. A number that can't be read is dropped with one log line."""
     levels: dict[str, Reader] = {"host/ram_gib": partial(memory, proc, sys)}
     counters: dict[str, Reader] = {
         "host/cpu": partial(cpu, proc, sys),
@@ -39,24 +39,21 @@ def watch_host(proc: Path = PROC, sys: Path = SYS) -> Iterator[dict[str, float]]
 
 
 def read(readers: dict[str, Reader]) -> dict[str, tuple[float, ...]]:
-    """Return what each reader returns. Remove a reader that fails, with one line."""
+    """Return what each reader returns. A reader that fails is logged and removed."""
     found = dict[str, tuple[float, ...]]()
     for names, reader in list(readers.items()):
         try:
             found[names] = reader()
         except (OSError, ValueError, LookupError) as error:
             del readers[names]
-            log.warning("gpu_monitor: no %s: %s", names, reason(error))
+            of_system = isinstance(error, OSError)
+            reason = f"{error.filename}: {error.strerror}" if of_system else f"unknown format ({error!r})"
+            log.warning("gpu_monitor: no %s: %s", names, reason)
     return found
 
 
-def reason(error: Exception) -> str:
-    """Return why a file of the system could not be read."""
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"unknown format ({error!r})"
-
-
 def cpu(proc: Path, sys: Path) -> tuple[float, float]:
-    """Return busy seconds of all cores so far, and the seconds that there were."""
+    """Return the busy seconds of all cores so far, and the seconds available."""
     if limit := cgroup.cores(proc, sys):
         return cgroup.cpu_seconds(limit.group, proc, sys), limit.value * time.monotonic()
     user, nice, system, idle, iowait, *rest = map(int, (proc / "stat").read_text().split("\n", 1)[0].split()[1:9])
@@ -65,7 +62,7 @@ def cpu(proc: Path, sys: Path) -> tuple[float, float]:
 
 
 def memory(proc: Path, sys: Path) -> tuple[float]:
-    """Return the GiB in use, without files that the kernel keeps in spare memory."""
+    """Return the GiB in use, without the kernel's page cache."""
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     size = {line[0].rstrip(":"): int(line[1]) << 10 for line in lines}
     limit = cgroup.memory(proc, sys)
@@ -75,7 +72,7 @@ def memory(proc: Path, sys: Path) -> tuple[float]:
 
 
 def disk(proc: Path, sys: Path) -> tuple[float, float, float]:
-    """Return MiB that physical disks have read and written, and the time. Network file systems are no disks."""
+    """Return the MiB read and written by physical disks, and the time. Network file systems are not counted."""
     rows = [line.split() for line in (proc / "diskstats").read_text().splitlines()]
     real = [row for row in rows if (sys / "block" / row[2] / "device").exists()]  # no loops, partitions or volumes
     scale = SECTOR / MIB
@@ -83,9 +80,9 @@ def disk(proc: Path, sys: Path) -> tuple[float, float, float]:
 
 
 def network(proc: Path, sys: Path) -> tuple[float, float, float]:
-    """Return MiB that interfaces have received and sent, and the time. Remote DMA, as NCCL's, is counted by its ports.
+    """Return the MiB received and sent, and the time. Remote DMA, as NCCL's, is counted by its ports.
 
-    Physical interfaces count. A container may have none: then all but the loopback.
+    Physical interfaces count. A container may have none; then all but the loopback count.
     """
     rows = [line.replace(":", " ").split() for line in (proc / "net" / "dev").read_text().splitlines()[2:]]
     rows = [row for row in rows if row[0] != "lo"]

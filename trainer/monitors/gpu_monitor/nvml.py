@@ -1,4 +1,4 @@
-"""Reads one GPU through NVML, by NVIDIA's package nvidia-ml-py. Other packages of the name pynvml lack functions."""
+"""Reads one GPU through NVML, with NVIDIA's package nvidia-ml-py. Other packages named pynvml lack functions."""
 
 import contextlib
 import time
@@ -35,11 +35,7 @@ def unusable(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def opened() -> Iterator[ModuleType]:
-    """Load and initialise NVML.
-
-    Raises:
-        RuntimeError: It can't be used, or refuses what the caller needs. The message has the reason and the fix.
-    """
+    """Load and initialise NVML. Raises RuntimeError with the reason and the fix if NVML fails, also later."""
     try:
         import pynvml
     except ImportError:
@@ -58,14 +54,11 @@ def opened() -> Iterator[ModuleType]:
 
 
 def find(nvml: ModuleType, uuid: str, pci_address: str) -> Any:
-    """Return NVML's handle of a device of CUDA, whose number says nothing: CUDA_VISIBLE_DEVICES changes it.
+    """Return NVML's handle of a CUDA device. Its index would not do, because CUDA_VISIBLE_DEVICES changes it.
 
     Args:
-        uuid: As torch has it, without a prefix.
+        uuid: As torch reports it, without a prefix.
         pci_address: As in /sys/bus/pci/devices.
-
-    Raises:
-        RuntimeError: NVML does not know the device.
     """
     for look, key in (
         (nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}"),
@@ -82,10 +75,9 @@ def find(nvml: ModuleType, uuid: str, pci_address: str) -> Any:
 
 
 class Gpu:
-    """The numbers of one GPU. Those that it refuses are left out, with one line for all that it refuses at a time.
+    """Reads the numbers of one GPU. Those that it refuses are dropped; one log line names all refused at a time.
 
-    Attributes:
-        reasons: Bits of `SLOWDOWNS` of the last sample.
+    `reasons` has the bits of `SLOWDOWNS` of the last sample.
     """
 
     def __init__(self, nvml: ModuleType, handle: Any) -> None:
@@ -108,10 +100,10 @@ class Gpu:
         self.reported: set[str] = set()  # numbers that have failed, and may come back
 
     def sample(self) -> dict[str, float]:
-        """Read all numbers, which takes some 50 ms: PCIe's are counted over 20 ms each.
+        """Read all numbers, which takes about 50 ms: PCIe's are counted over 20 ms each.
 
         Raises:
-            RuntimeError: The GPU does not answer any more.
+            RuntimeError: The GPU has stopped answering.
         """
         found, refused = dict[str, float](), list[str]()
         for name, ask in list(self.asked.items()):
@@ -136,7 +128,7 @@ class Gpu:
         return float(self.reasons != 0)
 
     def _nvlink(self) -> float | None:
-        """Return MiB/s of both directions over all links since the last time; None at first."""
+        """Return MiB/s over all links, in both directions, since the last call; None at first."""
         nvml = self.nvml
         ids = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
         values = nvml.nvmlDeviceGetFieldValues(self.handle, [(field, EVERY_LINK) for field in ids])
@@ -148,10 +140,9 @@ class Gpu:
 
 
 def watch_gpu(uuid: str, pci_address: str, slowed: Callable[[int], None]) -> Iterator[dict[str, float]]:
-    """Yield the numbers of a GPU, without end; end with one line if it can't be asked, or no longer.
+    """Yield the numbers of a GPU endlessly; end with one log line if it can't be read any more.
 
-    Args:
-        slowed: Takes the bits of `SLOWDOWNS` of each sample.
+    `slowed` takes the bits of `SLOWDOWNS` of each sample.
     """
     try:
         with opened() as nvml:

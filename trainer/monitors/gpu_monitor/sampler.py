@@ -1,4 +1,4 @@
-"""Takes samples in a thread of its own, so that no step waits for them."""
+"""Takes samples in a separate thread, so that no step waits for them."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -11,10 +11,10 @@ LARGEST_RANK = LARGEST | {"gpu/pcie_rx_mib_s", "gpu/pcie_tx_mib_s"}  # each rank
 
 
 class Sampler:
-    """A thread that asks each source for a sample: a number by name. It ends when `close` is called.
+    """A thread that reads every source periodically, until `close`.
 
     Args:
-        sources: Iterators. One that ends or raises is dropped; the others continue.
+        sources: Iterators of samples, numbers by name. One that ends or raises is dropped; the others continue.
         every_s: Pause between two samples of all sources.
     """
 
@@ -35,7 +35,7 @@ class Sampler:
             self.thread.join(timeouts.MONITOR_S)
 
     def take(self) -> dict[str, float]:
-        """Return the numbers of the samples since the last call, or of the newest ones if there was none since."""
+        """Return the combined samples since the last call; without any, the newest ones."""
         with self.lock:
             samples, self.samples = self.samples or [self.newest], []
         found = dict[str, float]()
@@ -72,6 +72,5 @@ class Sampler:
 
 
 def combine(name: str, values: Iterable[float], largest: frozenset[str] = LARGEST) -> float:
-    """Return the largest of the values, or the mean, as the number asks for."""
     values = list(values)
     return max(values) if name in largest else sum(values) / len(values)

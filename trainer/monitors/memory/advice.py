@@ -1,12 +1,15 @@
-"""Counts the bytes of a training process, and tells which settings would take how many of them away."""
+"""Counts the bytes of a training process, and finds the settings that would save some of them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.monitors.memory.allocator import GIB
+from trainer.parallel.memory_search import state_share
 
 LEAST = 0.005  # of all bytes: a setting that saves less is not named
 
@@ -38,7 +41,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Setting:
-    """The part of the run's settings that decides which advice makes sense."""
+    """The settings of the run that decide which advice makes sense."""
 
     micro: int  # samples of the largest micro-batch
     precision: str
@@ -50,30 +53,29 @@ class Setting:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of this rank's part of the tensors; a storage that several share counts once."""
+    """Return the bytes of this rank's part of the tensors; a shared storage counts once."""
     parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # DTensor's
     return sum({(p.data_ptr(), p.device): p.numel() * p.element_size() for p in parts}.values())
 
 
-def count_state(optimizer: Optimizer, parameters: Iterable[Tensor]) -> tuple[int, bool]:
-    """Return the bytes of the optimizer's state, and whether they are only computed, before its first step.
+def count_state(
+    optimizer: Optimizer, parameters: Iterable[Tensor], new_optimizer: Callable[[nn.Module], Optimizer]
+) -> tuple[int, bool]:
+    """Return the bytes of the optimizer's state; before its first step, a prediction and True.
 
-    A state like Adam's has as many tensors for each parameter as the group has betas. Momentum has one. They are
-    float32, also for weights that are stored in bf16.
-
-    Args:
-        parameters: Those that this rank steps.
+    `parameters` are those that this rank steps. Those in bf16 have a float32 state, too.
     """
     held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     if held:
         return size(held), False
-    group = optimizer.param_groups[0]
-    tensors = len(group["betas"]) if "betas" in group else bool(group.get("momentum"))
-    return tensors * sum(size([p]) * max(1, 4 // p.element_size()) for p in parameters), True
+    share = 0.0
+    with suppress(Exception):  # of an optimizer that only steps its recipe's model; advice must not fail
+        share = state_share(new_optimizer, torch.device("cpu"))
+    return int(share * sum(size([p]) * max(1, 4 // p.element_size()) for p in parameters)), True
 
 
 def advise(use: Use, setting: Setting) -> str:
-    """Return the settings that take memory away, the most effective first, with an upper limit of what they take."""
+    """Return the settings that save memory, the most effective first, with an upper limit of what they save."""
     ways = [(saved, text) for saved, text in _ways(use, setting) if saved > LEAST * use.peak]
     ways.sort(key=lambda way: -way[0])
     named = [f"{text} (up to {saved / GIB:.2f} GiB less)" for saved, text in ways]

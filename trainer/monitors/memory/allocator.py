@@ -17,7 +17,7 @@ UNUSED = 0.2  # share of the device, reserved at the peak and never allocated, a
 
 
 def read_settings() -> str:
-    """Return the settings that hold: of PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, or set later."""
+    """Return the current settings: from PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF, or set later."""
     if read := getattr(torch._C, "_accelerator_getAllocatorSettings", None):  # torch 2.11 has none
         return read()
     of_process = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -30,29 +30,21 @@ def write_settings(settings: str) -> None:
 
 
 def merge_settings(settings: str, wanted: Mapping[str, str]) -> str:
-    """Return `settings` with those that are `wanted`: torch resets what a new text leaves out.
-
-    Raises:
-        ConfigError: A setting has another value already.
-    """
+    """Return `settings` with those `wanted` added, because torch resets what a new text leaves out."""
     known = dict(part.strip().split(":", 1) for part in settings.split(",") if ":" in part)
     for key, value in wanted.items():
         if known.get(key, value).strip().lower() != value.lower():
-            raise ConfigError(
-                f"callbacks.memory: PYTORCH_ALLOC_CONF has {key}:{known[key]}, and this callback {key}:{value}; "
-                "leave one out"
-            )
+            both = f"PYTORCH_ALLOC_CONF has {key}:{known[key]}, and this callback {key}:{value}"
+            raise ConfigError(f"callbacks.memory: {both}; leave one out")
     new = [f"{key}:{value}" for key, value in wanted.items() if key not in known]
     return ",".join([*filter(None, [settings]), *new])
 
 
 def set_up(wanted: Mapping[str, str], device: torch.device) -> str:
-    """Give the allocator the `wanted` settings, and return those before.
+    """Apply the `wanted` settings, and return the previous ones.
 
-    torch reads the settings as it reserves a segment, so segments that are there keep the ones before.
-
-    Raises:
-        ConfigError: The process holds more than 64 MiB of CUDA memory already.
+    torch reads the settings as it reserves a segment, so existing segments keep the previous ones. A process that
+    already holds more than 64 MiB of CUDA memory is refused.
     """
     before = read_settings()
     settings = merge_settings(before, wanted)
@@ -77,17 +69,16 @@ def peak_resident() -> int:
 
 
 def watch_resident(undo: ExitStack) -> Callable[[], int]:
-    """Return a function that reads `peak_resident`, at a fifth of the cost: the file is open until `undo`."""
+    """Return a function that reads `peak_resident` at a fifth of the cost: the file stays open until `undo`."""
     status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
     undo.callback(os.close, status)
     return lambda: int(os.pread(status, STATUS, 0).partition(b"VmHWM:")[2].split(None, 1)[0]) << 10
 
 
 class Watch:
-    """Compares the allocator's counters with those of the look before.
+    """Compares the allocator's counters with those of the previous look.
 
-    A callback that halves micro-batches tells of a full GPU itself. The steps since the look before then count for
-    nothing.
+    A callback that halves micro-batches reports a full GPU itself; steps since the previous look are then ignored.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,7 +88,7 @@ class Watch:
         self.look()  # start-up may free memory
 
     def look(self) -> list[str]:
-        """Return a warning for each thing that has cost time, or may end the run, since the look before."""
+        """Return a warning for each thing that cost time, or may end the run, since the previous look."""
         stats = torch.cuda.memory_stats(self.device)
         retries, freed = stats["num_alloc_retries"], stats["num_device_free"]
         new, again, self.retries, self.freed = retries - self.retries, freed - self.freed, retries, freed
@@ -125,5 +116,5 @@ class Watch:
 
 
 def unused_at_peak(stats: Mapping[str, int]) -> int:
-    """Return the bytes by which the peak of reserved memory is above the peak of allocated memory."""
+    """Return the bytes by which the peak of reserved memory exceeds the peak of allocated memory."""
     return stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"]

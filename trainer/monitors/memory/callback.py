@@ -1,4 +1,4 @@
-"""Measures peak memory, limits what the process may take of a GPU, and advises when memory runs out."""
+"""Measures peak memory, limits the process's share of a GPU, and advises when memory runs out."""
 
 import contextlib
 import sys
@@ -38,7 +38,7 @@ class Memory(Callback):
     ranks, `perf/memory_skew` is the share by which the smallest peak is below the largest.
 
     Args:
-        max_share: Share of the GPU's memory that the process may take. Above it, torch raises OutOfMemoryError.
+        max_share: Share of the GPU's memory that the process may use. Beyond it, torch raises OutOfMemoryError.
         expandable_segments: Segments of the allocator grow, which leaves fewer gaps. null: torch's setting.
         max_split_mib: Blocks above this size are not split. null: torch's setting.
         snapshot: Record allocations, and write torch's snapshot of them to the run's logs when memory runs out.
@@ -59,7 +59,7 @@ class Memory(Callback):
         self.watch: allocator.Watch | None = None
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
-        """Set the allocator up: nothing is on the device yet."""
+        """Configure the allocator before anything is on the device."""
         asked = {"max_share": self.max_share, **self.wanted, "snapshot": self.snapshot}
         asked = [name for name, value in asked.items() if value]
         if trainer.device.type == "cuda":
@@ -101,7 +101,6 @@ class Memory(Callback):
                 log.warning("%s: can't be written: %s", snapshot_file(trainer), failure)
 
     def on_error(self, trainer, error: Any) -> None:
-        """Give the error advice, if memory has run out."""
         if not is_out_of_memory(error):
             return
         use = count(trainer, self.max_share)
@@ -118,7 +117,7 @@ class Memory(Callback):
             error.advice += f"; snapshot for pytorch.org/memory_viz: {snapshot_file(trainer)}"
 
     def _unused(self, trainer: Context, use: Use) -> str:
-        """Return what keeps memory of the GPU from tensors, other than tensors."""
+        """Return what other than tensors occupies memory of the GPU."""
         gib, device = allocator.GIB, trainer.device
         free, total = torch.cuda.mem_get_info(device)
         unused = allocator.unused_at_peak(torch.cuda.memory_stats(device))
@@ -134,7 +133,7 @@ class Memory(Callback):
 
 
 def combine(name: str, ranks: list[float]) -> dict[str, float]:
-    """Return the largest of the ranks' peaks, and of several ranks the share by which the smallest is below it."""
+    """Return the largest peak, and with several ranks the share by which the smallest is below it."""
     most = max(ranks)
     skew = {"perf/memory_skew": (most - min(ranks)) / most} if len(ranks) > 1 and most else {}
     return {name: most, **skew}
@@ -145,11 +144,10 @@ def snapshot_file(trainer: Context) -> Path:
 
 
 def count(trainer: Context, max_share: float | None) -> Use:
-    """Count the bytes of this rank."""
     module, parameters = trainer.module, trainer.parameters
     gradients = size(parameters) + trainer.strategy.bucket_bytes
-    owned = trainer.strategy.owned
-    state, expected = count_state(trainer.optimizer, parameters if owned is None else owned)
+    stepped = parameters if trainer.strategy.owned is None else trainer.strategy.owned
+    state, expected = count_state(trainer.optimizer, stepped, trainer.new_optimizer)
     peak, limit = allocator.peak_resident(), 0
     if trainer.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(trainer.device)
@@ -159,7 +157,6 @@ def count(trainer: Context, max_share: float | None) -> Use:
 
 
 def setting(trainer: Context, use: Use) -> Setting:
-    """Return the settings of the run that the advice depends on."""
     found = [(name, knobs) for name, knobs in remedies(Symptom.MEMORY) if accepts(trainer, name, **knobs)]
     finds = [in_words(*each) for each in found if kinds()[each[0]].role == Role.BATCH]
     return Setting(
@@ -197,7 +194,7 @@ def saved_bytes(trainer: Context, use: Use, candidate: Callback) -> float:
 
 
 def cost_of(callback: Callback) -> Cost:
-    """Return a callback's cost; none if a user's callback can't tell it: advice must not fail."""
+    """Return a callback's cost; none if a user's callback fails to report it, because advice must not fail."""
     with contextlib.suppress(Exception):
         found = callback.cost()
         return found if isinstance(found, Cost) else Cost()

@@ -1,4 +1,4 @@
-"""Records some steps of a run with torch.profiler: a trace for each rank, with the phases and callbacks by name."""
+"""Records some steps of a run with torch.profiler: a trace for each rank, with phases and callbacks by name."""
 
 from collections.abc import Iterator
 
@@ -15,16 +15,16 @@ KEY = "callbacks.profiler"
 
 
 class Profiler(Callback):
-    """Writes `profile/rank<R>/step-<N>.json.gz` of the steps from N on, which Perfetto and chrome://tracing show.
+    """Writes `profile/rank<R>/step-<N>.json.gz` for the steps from N on, to view in Perfetto or chrome://tracing.
 
-    Regions of the trace have the names of the step's phases, as step_timer has them, and of each callback with its
-    hook. A validation ends a recording, since a validation may be long. Trouble with the recording or with the disk is
-    a warning in the log, and the run continues.
+    The trace has regions for the step's phases, as step_timer names them, and for each callback's hooks. A validation
+    ends a recording, since a validation may be long. If the recording or the disk fails, a warning is logged and the
+    run continues.
 
     Args:
-        first: The first step that is recorded, counted from 1 in the whole run.
-        active: Steps of a recording.
-        every: Steps from the beginning of a recording to that of the next; null: one recording.
+        first: The first recorded step, counted from 1 in the whole run.
+        active: Steps per recording.
+        every: Steps from the beginning of one recording to that of the next; null: one recording.
         ranks: The ranks that record; null: all.
         record_shapes: Record the shapes of operators' inputs.
         with_stack: Record the lines of Python that call operators.
@@ -43,9 +43,8 @@ class Profiler(Callback):
         profile_memory: bool = False,
     ) -> None:
         if every is not None and every < active:
-            raise ConfigError(
-                f"{KEY}.every={every}: is less than active={active}, so recordings would overlap; raise it"
-            )
+            why = f"is less than active={active}, so recordings would overlap"
+            raise ConfigError(f"{KEY}.every={every}: {why}; raise it")
         if ranks is not None and not ranks:
             raise ConfigError(f"{KEY}.ranks=[]: no rank would record; name some, or null for all")
         self.first, self.active, self.every, self.ranks = first, active, every, ranks
@@ -76,14 +75,14 @@ class Profiler(Callback):
         return None if self.every is None else step + (self.first - step) % self.every
 
     def _follow(self, trainer: Context, steps: Iterator[Step]) -> Iterator[Step]:
-        """Begin and end recordings between steps."""
         while True:
             step = trainer.step + 1
             if self.recording and step >= self.recording.first + self.active:
                 self._end()
             begins = self._next(step) == step and not self.recording
-            begun = self._begin(trainer, step) if begins else None
-            fetched = begun.fetch(steps) if begun else next(steps, None)
+            if begins and (begun := self._begin(trainer, step)):
+                begun.regions.begin()  # the clock marks everything that follows
+            fetched = next(steps, None)
             if fetched is None:
                 return
             yield fetched
@@ -115,5 +114,4 @@ class Profiler(Callback):
 
 
 def short(error: Exception) -> str:
-    """Return an error as the end of a line."""
     return printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]

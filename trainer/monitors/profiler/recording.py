@@ -1,9 +1,9 @@
-"""One recording of torch.profiler: its begin, its end, and its files."""
+"""One recording by torch.profiler: its start, its end, and its files."""
 
 import gzip
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from torch.profiler import _ExperimentalConfig as Config
 from trainer.callback import UNLOGGED, Callback, name_of
 from trainer.comm import clock
 from trainer.context import Context
-from trainer.data.batch import Step
 from trainer.files import Appended
 from trainer.monitors.memory.callback import EVENTS
 from trainer.monitors.profiler.regions import Regions
@@ -28,12 +27,7 @@ NAMED = ("on_before_optimizer_step", "on_step_undone", "on_step_end", UNLOGGED, 
 
 
 class Recording:
-    """Steps that torch.profiler records. Meanwhile the clock of the phases runs and marks the regions of the trace.
-
-    Args:
-        first: The first step.
-        active: How many steps.
-    """
+    """A recording of `active` steps by torch.profiler. A running phase clock marks the regions of the trace."""
 
     def __init__(
         self, trainer: Context, first: int, active: int,
@@ -53,11 +47,7 @@ class Recording:
         self.undo = ExitStack()
 
     def start(self, end: Callable[[], None]) -> None:
-        """Begin. `end` is called as a validation begins.
-
-        Raises:
-            Exception: kineto's, or that of the folder; nothing is recorded then.
-        """
+        """Start recording; an exception means that nothing is recorded. `end` is called as a validation begins."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.memory and self.cuda and not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(max_entries=EVENTS, stacks="python")
@@ -70,14 +60,12 @@ class Recording:
             if before is None:
                 del os.environ["KINETO_LOG_LEVEL"]
         self.regions = Regions(self._begin_step, end)
-        self._follow_clock()
+        running = clock.start(self.trainer.device, self.undo)
+        self.undo.callback(clock.stop, running)
+        running.listener = self.regions
+        self.undo.callback(setattr, running, "listener", None)
         for hook in NAMED:
             self._name(hook)
-
-    def fetch(self, steps: Iterator[Step]) -> Step | None:
-        """Return the data of the first step; None at the end. The clock marks all that follows."""
-        self.regions.begin()
-        return next(steps, None)
 
     def stop(self) -> None:
         with self.undo:  # also if a line raises
@@ -87,10 +75,10 @@ class Recording:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-{self.first}.pickle"))
 
     def write(self) -> str:
-        """Write the trace and the table of operators; return both in a line.
+        """Write the trace and the table of operators; return a line about both.
 
         Raises:
-            OSError: The disk does not take them. No part of a trace is left.
+            OSError: The disk is full. No partial trace is left.
         """
         path, plain = self.folder / f"step-{self.first}.json.gz", self.folder / f".step-{self.first}.json"
         packed = plain.with_suffix(".json.gz")
@@ -107,7 +95,7 @@ class Recording:
         return f"steps {self.first} to {self.last} are in {path}; {self._summarize()}"
 
     def _summarize(self) -> str:
-        """Append the table of operators to summary.txt; return those that took most time themselves."""
+        """Append the table of operators to summary.txt; return the operators with the most own time."""
         averages = self.profile.key_averages()
         key = "self_device_time_total" if self.cuda else "self_cpu_time_total"
         file = Appended(self.folder / "summary.txt")
@@ -127,14 +115,7 @@ class Recording:
         self.last = step
         return f"ProfilerStep#{step}"
 
-    def _follow_clock(self) -> None:
-        running = clock.start(self.trainer.device, self.undo)
-        self.undo.callback(clock.stop, running)
-        running.listener = self.regions
-        self.undo.callback(setattr, running, "listener", None)
-
     def _name(self, hook: str) -> None:
-        """Put regions around the callbacks' calls of a hook."""
         before = self.trainer.hooks[hook]
         shown = hook.partition(",")[0]
         named = [self.regions.around(f"{self._owner(call)}.{shown}", call) for call in before]
@@ -142,7 +123,7 @@ class Recording:
         self.undo.callback(self.trainer.hooks.__setitem__, hook, before)
 
     def _owner(self, call: Any) -> str:
-        """Return the callback's name in the config; of a function of the trainer's own, its module's."""
+        """Return the callback's name in the config; for the trainer's own functions, the module's name."""
         owner = getattr(call, "__self__", None)
         if isinstance(owner, Callback):
             return name_of(owner, self.trainer.callbacks)
@@ -150,7 +131,7 @@ class Recording:
 
 
 def ends_whole(path: Path) -> bool:
-    """Return whether a file ends as a JSON object does."""
+    """Return whether the file ends like a JSON object."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         return file.read().rstrip().endswith(b"}")

@@ -1,6 +1,7 @@
-"""The nested regions of a trace: a step, its phases as the clock marks them, and the callbacks' hooks in these."""
+"""The nested regions of a trace: steps, their phases according to the clock, and the callbacks' hooks."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -9,21 +10,18 @@ from torch.profiler import record_function
 from trainer.comm.phases import Phase
 
 
+@dataclass
 class Regions:
-    """Opens and closes regions as a clock's listener does. A region lies whole in the one around it.
+    """Opens and closes properly nested regions, as the listener of a clock.
 
-    A phase that another one interrupts continues around it. The thread that a device has for its gradients is not
-    followed: what it does lies in the backward pass.
-
-    Args:
-        step: Returns the name of the step that begins; empty if no step is recorded any more.
-        validate: Called as a validation begins.
+    An interrupted phase continues around the one that interrupts it. Work on a device's gradient thread is not
+    followed; it counts as the backward pass.
     """
 
-    def __init__(self, step: Callable[[], str], validate: Callable[[], None]) -> None:
-        self.step, self.validate = step, validate
-        self.thread = get_ident()
-        self.open: list[tuple[Any, bool]] = []  # regions, the outermost first, and whether each is a phase
+    step: Callable[[], str]  # returns the name of the step that begins; "" once no step is recorded any more
+    validate: Callable[[], None]  # called as a validation begins
+    thread: int = field(default_factory=get_ident)
+    open: list[tuple[Any, bool]] = field(default_factory=list)  # outermost first, and whether each is a phase
 
     def switch(self, phase: Phase) -> None:
         if phase == Phase.DATA:
@@ -44,7 +42,7 @@ class Regions:
             self._close(len(self.open) - 1)
 
     def begin(self) -> None:
-        """End the step, and begin the next one, which waits for data first."""
+        """End the step, and begin the next one, which first waits for data."""
         self.end()
         if name := self.step():
             self._enter(name, False)
@@ -54,8 +52,6 @@ class Regions:
         self._close(0)
 
     def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` in a region."""
-
         def run(*args: Any, **options: Any) -> Any:
             before = len(self.open)
             self._enter(name, False)
@@ -75,6 +71,5 @@ class Regions:
         self.open.append((region, phase))
 
     def _close(self, before: int) -> None:
-        """Close the regions that are open, down to so many."""
         while len(self.open) > before:
             self.open.pop()[0].__exit__(None, None, None)

@@ -18,9 +18,7 @@ from trainer.tools.cost_model.read import read
 
 
 def predict(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Prediction:
-    """Predict a step of `batch` samples over all ranks.
-
-    `Prediction.unknown` names what was chosen and is not modelled.
+    """Predict a step of `batch` samples over all ranks. `Prediction.unknown` names what is not modelled.
 
     Raises:
         ConfigError: A callback lacks a knob, a setting does not exist, or the ranks do not divide into stages.
@@ -51,7 +49,7 @@ def with_data(setup: Setup, found: Prediction) -> Prediction:
 
 
 def chosen(setup: Setup) -> Setup:
-    """Return the setup with what its callbacks choose when a run starts, such as the micro-batch that fits."""
+    """Apply what the callbacks choose when a run starts, such as the micro-batch that fits."""
     for cost in setup.costs.values():
         setup = cost.choose(setup)
     return setup
@@ -74,7 +72,7 @@ def total(costs: list[StepCost]) -> StepCost:
 
 
 def slowest(setup: Setup, run: Passes) -> float:
-    """Return the seconds for which ranks wait for the slowest: the largest of N normal numbers (Blom 1958)."""
+    """Return the seconds that ranks wait for the slowest: the largest of N normal numbers (Blom 1958)."""
     ranks = setup.machine.ranks
     if ranks == 1 or not setup.workload.jitter:
         return 0.0
@@ -83,9 +81,9 @@ def slowest(setup: Setup, run: Passes) -> float:
 
 
 def waiting_for_data(setup: Setup, run: Passes, step_s: float) -> float:
-    """Return the seconds of a step that wait for data.
+    """Return the seconds that a step waits for data.
 
-    Workers load alongside the step. On few cores, loading takes time that computing needs.
+    Workers load in parallel with the step, but on few cores loading takes time from computing.
     """
     workers, cores = setup.settings.get("data.workers", 2), setup.machine.cores_per_rank
     load_s = setup.samples * setup.workload.data_s

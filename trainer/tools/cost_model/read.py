@@ -25,11 +25,7 @@ QUIET = ("trainer.checkpoint.", "trainer.max_", "trainer.log_", "trainer.validat
 
 
 def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Setup:
-    """Check a choice against the YAMLs and options of this version, and ask its callbacks for their costs.
-
-    Raises:
-        ConfigError: A callback lacks a knob or refuses its value, a setting does not exist, or sizes do not divide.
-    """
+    """Check a choice against the YAMLs and options of this version, and ask its callbacks for their costs."""
     found, unknown = costs_of(choice.callbacks, choice.allow), list[str]()
     for name, cost in found.items():
         if why := cost.left_out if cost else UNMODELLED:
@@ -55,15 +51,14 @@ def read(machine: Machine, workload: Workload, choice: Choice, batch: int) -> Se
 def costs_of(callbacks: Mapping[str, Mapping[str, Any]], allow: tuple[str, ...]) -> dict[str, Cost | None]:
     """Return the cost of each callback; None if it is not modelled.
 
-    Args:
-        callbacks: The knobs of each. Those of a callback from elsewhere have its `_target_`.
-        allow: Packages that a `_target_` may name.
+    `callbacks` has the knobs of each, and the `_target_` of those from elsewhere. A `_target_` may name the packages in
+    `allow`.
     """
     return {name: cost_of(name, Knobs(given), allow) for name, given in callbacks.items()}
 
 
 class Knobs(dict[str, Any]):
-    """The knobs of a callback as a key of a cache."""
+    """A callback's knobs, hashable as the key of a cache."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(repr(self))
@@ -71,7 +66,6 @@ class Knobs(dict[str, Any]):
 
 @functools.lru_cache(maxsize=1024)  # a search asks for the same ones thousands of times
 def cost_of(name: str, given: Knobs, allow: tuple[str, ...]) -> Cost | None:
-    """Return the cost of a callback with these knobs; None if it is not modelled."""
     node, key, allowed = whole_node(name, given), f"callbacks.{name}", (*LIBRARIES, *allow)
     if node is None:
         return None
@@ -91,11 +85,7 @@ def cost_of(name: str, given: Knobs, allow: tuple[str, ...]) -> Cost | None:
 
 
 def whole_node(name: str, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return `_target_` and all knobs of a callback; None if neither the knobs nor conf/ have its `_target_`.
-
-    Raises:
-        ConfigError: Echelon's own callback has no such knob.
-    """
+    """Return `_target_` and all knobs of a callback; None if neither the knobs nor conf/ have its `_target_`."""
     known = defaults(name)
     if known is None or given.get("_target_", known["_target_"]) != known["_target_"]:
         return given if "_target_" in given else None
@@ -107,7 +97,7 @@ def whole_node(name: str, given: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 @functools.cache
 def defaults(callback: str) -> Mapping[str, Any] | None:
-    """Return a callback's YAML, the knobs and `_target_`; None without one."""
+    """Return a callback's YAML, with `_target_`; None if there is none."""
     from omegaconf import OmegaConf
 
     path = CONF / "callbacks" / f"{callback}.yaml"
@@ -118,11 +108,7 @@ def defaults(callback: str) -> Mapping[str, Any] | None:
 
 
 def setting(key: str, value: Any) -> list[str]:
-    """Return what to say about a setting.
-
-    Raises:
-        ConfigError: There is no such key.
-    """
+    """Return what the prediction leaves out of a setting. Raises ConfigError for an unknown key."""
     if key in READ or key.startswith(QUIET):
         return []
     if key.startswith("nccl."):
@@ -134,7 +120,6 @@ def setting(key: str, value: Any) -> list[str]:
 
 @functools.cache
 def settings_of() -> frozenset[str]:
-    """Return the dotted keys of `trainer` and `data`."""
     keys = {*READ}
     for prefix, options in (("trainer", Options), ("data", DataOptions)):
         for name, known in option_parameters(options).items():

@@ -1,1 +1,1 @@
-"""Examines the machines of a run before it starts: what is there, what differs between ranks, what would break."""
+"""Examines the machines of a run before it starts: what they have, what differs between ranks, what would fail."""

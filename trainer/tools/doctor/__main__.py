@@ -29,7 +29,7 @@ end it."""
 
 
 def examine(place: Place, folder: Path) -> Iterator[Finding]:
-    """Yield the findings of this rank; those of disks only on the first rank of its machine."""
+    """Yield the findings of this rank; disks are examined by the first rank of each machine."""
     yield from machine.examine(place.world, place.local_world)
     yield from software.examine()
     yield from network.examine(place.local_world, place.world // place.local_world)
@@ -48,7 +48,7 @@ def run_rank(place: Place, folder: Path, json_file: Path | None, limit_s: float)
 
         meeting, rows, about = meet(place, own, limit_s, folder)
     except (ConfigError, ImportError) as error:  # ImportError: of torch, which has a finding of its own
-        alone = Finding("ranks", f"rank {place.rank} met no other: {error}", ERROR)
+        alone = Finding("ranks", f"rank {place.rank} reached no other rank: {error}", ERROR)
         if place.local_rank:  # the first rank of the machine shows its facts
             own = [finding for finding in own if finding.level == ERROR]
         return show({place.rank: own}, [alone], place.world, json_file if place.rank == 0 else None)
@@ -91,11 +91,7 @@ def start_ranks(place: Place, *args: Any) -> int:
 
 
 def run(devices: int | None, folder: Path, json_file: Path | None, timeout: float) -> int:
-    """Examine as the ranks that a launcher or `devices` makes.
-
-    Raises:
-        ConfigError: An argument can't work, or contradicts the launcher.
-    """
+    """Examine as the ranks that a launcher started, or start `devices` ranks."""
     require("--devices", devices, at_least=1)
     require("--timeout", timeout, above=0)
     refuse_folder("--json", json_file)
@@ -114,7 +110,7 @@ def main() -> int:
         prog="echelon doctor", description=DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--devices", type=int, help="ranks to start on this machine, as trainer.devices does")
-    parser.add_argument("--folder", type=Path, default=Path(), help="the folder of the run, whose disk is tried")
+    parser.add_argument("--folder", type=Path, default=Path(), help="the folder of the run, whose disk is tested")
     parser.add_argument("--json", type=Path, dest="json_file", metavar="FILE", help="writes all findings as JSON, too")
     parser.add_argument(
         "--timeout", type=float, default=timeouts.MEET_S, metavar="S", help="seconds to wait for a rank (%(default)s)"

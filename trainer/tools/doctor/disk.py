@@ -1,4 +1,4 @@
-"""Examines folders: free space, and the speed of a small file, within a time limit that a dead file system meets."""
+"""Examines folders: free space, and the speed of a small file. A dead file system costs no more than a time limit."""
 
 import contextlib
 import os
@@ -7,18 +7,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer import timeouts
 from trainer.tools.doctor.finding import ERROR, OK, WARNING, Finding, in_time, size
 
 MIB, GIB = 1 << 20, 1 << 30
+CHUNK = 4 * MIB  # bytes of a write
 BYTES = 32 * MIB  # of the file that is written and read
 SLOW = 50 * MIB  # bytes per second
 
 
 def examine(folder: Path) -> Iterator[Finding]:
-    """Yield the speed and free space of `folder`, for checkpoints and logs, and of TMPDIR, for sockets and programs."""
+    """Yield findings about `folder`, for checkpoints and logs, and TMPDIR, for sockets and programs."""
     temporary = Path(tempfile.gettempdir())
     for subject, place, count in ((f"disk of {folder}", folder, BYTES), (f"TMPDIR {temporary}", temporary, 1)):
         late = Finding(
@@ -29,7 +30,6 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 
 def tried(subject: str, folder: Path, count: int) -> Iterator[Finding]:
-    """Yield one finding: what writing and reading a file of `count` bytes takes."""
     try:
         free = shutil.disk_usage(folder).free
         count = max(1, min(count, free // 2))
@@ -55,18 +55,25 @@ def tried(subject: str, folder: Path, count: int) -> Iterator[Finding]:
 
 
 def speed(folder: Path, count: int) -> tuple[float, float]:
-    """Return the seconds of writing `count` bytes down to the disk, and of reading them again without the cache."""
-    chunk = os.urandom(min(count, MIB))
-    with tempfile.TemporaryFile(dir=folder) as file:
+    """Return the seconds to write and sync `count` bytes, and to read them again.
+
+    The system is asked to drop the file from its cache before the read. A tmpfs is read from memory nevertheless.
+    """
+    chunk = os.urandom(min(count, CHUNK))
+    with tempfile.TemporaryFile(buffering=0, dir=folder) as file:
         began = time.perf_counter()
-        for _ in range(max(1, count // MIB)):
-            file.write(chunk)
-        file.flush()
+        for start in range(0, count, CHUNK):
+            file.write(chunk[: count - start])
         os.fsync(file.fileno())
         written = time.perf_counter()
-        with contextlib.suppress(OSError):  # some file systems have no such advice
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        forget(file)
         file.seek(0)
-        while file.read(MIB):
+        while file.read(CHUNK):
             pass
         return written - began, time.perf_counter() - written
+
+
+def forget(file: IO[bytes]) -> None:
+    """Ask the system to drop the file from its cache."""
+    with contextlib.suppress(OSError):  # some file systems have no such advice
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -10,12 +10,10 @@ ERROR, WARNING, NOTE, OK = LEVELS = ("error", "warning", "note", "ok")
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about one subject. `error`: training can't start. `warning`: it may fail later, or be slow.
+    """A finding about one subject.
 
-    `note`: something is not to be seen, or worth knowing. `ok`: a fact.
-
-    Attributes:
-        data: The value for programs, in bytes, seconds or bytes/s; JSON.
+    The levels: `error`, training can't start; `warning`, it may fail later, or be slow; `note`, something is unknown or
+    worth knowing; `ok`, a fact. `data` is the value as JSON, in bytes, seconds or bytes/s.
     """
 
     subject: str
@@ -26,12 +24,18 @@ class Finding:
     data: Any = None
 
     def line(self) -> str:
-        """Return the subject, its value, the consequence and the fix."""
         return "; ".join(filter(None, (f"{self.subject}: {self.value}", self.consequence, self.way_out)))
 
 
+def find(
+    problem: object, subject: str, value: str, level: str, consequence: str, way_out: str = "", data: Any = None
+) -> Finding:
+    """Return a finding of this level if there is a problem, else the fact alone."""
+    return Finding(subject, value, level, consequence, way_out, data) if problem else Finding(subject, value, data=data)
+
+
 def in_time(limit_s: float, late: Finding, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield findings that are made in a thread, and after `limit_s` seconds those made so far and `late`.
+    """Yield findings produced in a thread; after `limit_s` seconds, those produced so far and `late`.
 
     A dead disk or a lost GPU never answers.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.errors import ConfigError
 from trainer.process.cgroup import SYS
 from trainer.process.environment import refuse_without_loopback
-from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from trainer.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, find
 from trainer.tools.doctor.machine import read
 
 
@@ -21,9 +21,8 @@ def examine(
     for card in cards:
         yield interface(sys / "class" / "net" / card)
     if not cards:
-        yield Finding(
-            "interfaces", "none but the loopback", ERROR if nodes > 1 else NOTE, "no other machine is reached"
-        )
+        level = ERROR if nodes > 1 else NOTE
+        yield Finding("interfaces", "only the loopback", level, "other machines can't be reached")
     yield from remote_dma(sys)
     yield from named(cards, environ)
     if nodes > 1:
@@ -42,7 +41,6 @@ def loopback(local_world: int) -> Finding:
 
 
 def interface(folder: Path) -> Finding:
-    """Examine an interface by its folder in /sys."""
     state = read(folder / "operstate").strip() or "unknown"
     speed = read(folder / "speed").strip()  # in Mbit/s; -1 or an error of the driver: unknown
     rate = f"{int(speed) / 1000:g} Gbit/s" if speed.isdecimal() and int(speed) else "unknown speed"
@@ -60,38 +58,39 @@ def remote_dma(sys: Path) -> Iterator[Finding]:
     """Yield each port of InfiniBand or RoCE, which NCCL prefers to interfaces."""
     ports = sorted((sys / "class" / "infiniband").glob("*/ports/*"))
     if not ports:
-        yield Finding("remote DMA", "no InfiniBand or RoCE to be seen")
+        yield Finding("remote DMA", "no InfiniBand or RoCE found")
     for port in ports:
         state = read(port / "state").partition(":")[2].strip() or "unknown"
         rate, layer = read(port / "rate").strip(), read(port / "link_layer").strip()
-        card, up = port.parents[1].name, state == "ACTIVE"
-        yield Finding(
-            f"remote DMA {card}:{port.name}", f"{state}, {layer}, {rate}, NUMA node {near(port.parents[1])}",
-            OK if up else WARNING, "" if up else "NCCL can't use it, and others carry its traffic",
-            "" if up else f"see its cable and switch, or leave it out: nccl.ib_hca=^{card}",
+        card = port.parents[1].name
+        yield find(
+            state != "ACTIVE", f"remote DMA {card}:{port.name}",
+            f"{state}, {layer}, {rate}, NUMA node {near(port.parents[1])}", WARNING,
+            "NCCL can't use it, and others carry its traffic",
+            f"see its cable and switch, or leave it out: nccl.ib_hca=^{card}",
         )  # fmt: skip
 
 
 def named(cards: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for a variable that names no interface of this machine. NCCL takes prefixes, gloo whole names."""
+    """Yield variables that name no interface of this machine. NCCL takes prefixes, gloo whole names."""
     whole = environ.get("GLOO_SOCKET_IFNAME", "")
     if absent := [name for name in whole.split(",") if name and name not in (*cards, "lo")]:
         yield Finding(
-            f"GLOO_SOCKET_IFNAME={whole}", f"{', '.join(absent)} is not here", ERROR, "ranks can't connect by gloo",
-            f"unset it, or name one of {', '.join(cards) or 'lo'}",
+            f"GLOO_SOCKET_IFNAME={whole}", f"{', '.join(absent)} does not exist here", ERROR,
+            "ranks can't connect by gloo", f"unset it, or name one of {', '.join(cards) or 'lo'}",
         )  # fmt: skip
     text = environ.get("NCCL_SOCKET_IFNAME", "")
     names, exact = text.removeprefix("=").split(","), text.startswith("=")
     known = [card for card in (*cards, "lo") for name in names if (card == name if exact else card.startswith(name))]
     if text and not text.startswith("^") and not known:
         yield Finding(
-            f"NCCL_SOCKET_IFNAME={text}", "no such interface is here", WARNING, "ranks can't connect by NCCL",
+            f"NCCL_SOCKET_IFNAME={text}", "no such interface exists here", WARNING, "ranks can't connect by NCCL",
             f"unset it, or name one of {', '.join(cards) or 'lo'}",
         )  # fmt: skip
 
 
 def announced(environ: Mapping[str, str]) -> Finding:
-    """Examine the address by which gloo's ranks on other machines connect: the host name's, unless a variable says."""
+    """Examine the address that gloo announces to other machines: the host name's, unless a variable is set."""
     if name := environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME"):
         return Finding("address for other machines", f"of interface {name}")
     host = socket.gethostname()

@@ -1,4 +1,4 @@
-"""Brings the findings of all ranks together by torch's store, so that a rank which can't connect has a name.
+"""Gathers the findings of all ranks over torch's store, so that a rank that can't connect is known by its number.
 
 Then the ranks connect by gloo, as in a run, and compare their clocks.
 """
@@ -28,32 +28,25 @@ ROUND_TRIPS = 8  # the fastest of them bounds the error of a clock's difference
 
 
 class Meeting:
-    """The ranks of a launcher, of which any may not come.
+    """The ranks of a launcher, any of which may be absent.
 
     Args:
-        limit_s: Seconds that one step of the meeting waits for a rank.
-
-    Raises:
-        ConfigError: There is no address to meet at, or nobody answers there.
+        limit_s: Seconds that each exchange waits for a rank.
     """
 
     def __init__(self, place: Place, limit_s: float) -> None:
         self.place, self.limit_s = place, limit_s
         self.store = dist.PrefixStore("doctor", open_store(place, limit_s))
 
-    def tell(self, key: str, value: Any) -> None:
-        """Leave a JSON value of this rank under a key.
-
-        Raises:
-            ConfigError: Rank 0, which keeps the values, has ended.
-        """
+    def publish(self, key: str, value: Any) -> None:
+        """Publish a JSON value of this rank under a key. Raises ConfigError if rank 0, the store's host, has ended."""
         try:
             self.store.set(f"{key}/{self.place.rank}", json.dumps(value))
         except RuntimeError as error:
             raise ConfigError(f"rank 0: is gone ({first_line(error)}); see its own output") from None
 
-    def hear(self, key: str, rank: int, until: float) -> Any:
-        """Return a rank's value; None if it does not come until this time of the monotonic clock."""
+    def read(self, key: str, rank: int, until: float) -> Any:
+        """Return a rank's value; None if it has not arrived by `until`, on the monotonic clock."""
         name = f"{key}/{rank}"
         try:
             self.store.wait([name], timedelta(seconds=max(0.01, until - time.monotonic())))
@@ -62,23 +55,23 @@ class Meeting:
         return json.loads(self.store.get(name))
 
     def gather(self, key: str, value: Any) -> dict[int, Any] | None:
-        """Return on rank 0 the values of all ranks that come in time; None on other ranks."""
-        self.tell(key, value)
+        """Return on rank 0 the values that arrive in time, by rank; None on other ranks."""
+        self.publish(key, value)
         if self.place.rank:
             return None
         until = time.monotonic() + self.limit_s
-        heard = {rank: self.hear(key, rank, until) for rank in range(self.place.world)}
+        heard = {rank: self.read(key, rank, until) for rank in range(self.place.world)}
         return {rank: value for rank, value in heard.items() if value is not None}
 
-    def agree(self, key: str, value: Any, patience: float = 1.0) -> Any:
+    def agree(self, key: str, value: Any) -> Any:
         """Return rank 0's value on all ranks; None if rank 0 does not answer."""
         if self.place.rank == 0:
-            self.tell(key, value)
+            self.publish(key, value)
             return value
-        return self.hear(key, 0, time.monotonic() + (1 + patience) * self.limit_s)
+        return self.read(key, 0, time.monotonic() + 2 * self.limit_s)
 
     def leave(self) -> None:
-        """Wait on rank 0, whose store the others read, until they have read it."""
+        """Keep rank 0, which hosts the store, until the others have read it."""
         with suppress(ConfigError):
             self.gather("left", True)
 
@@ -106,13 +99,13 @@ def open_store(place: Place, limit_s: float) -> dist.Store:
 
 
 def meet(place: Place, own: Sequence[Finding], limit_s: float, folder: Path) -> tuple[Meeting, Rows, list[Finding]]:
-    """Return the meeting, the findings of each rank that came, and those about all; no findings but on rank 0.
+    """Return the meeting and, on rank 0, the findings of each rank that came and those about all ranks.
 
     Args:
         folder: The folder of the run, which all ranks should share.
 
     Raises:
-        ConfigError: This rank met nobody.
+        ConfigError: This rank reached no other.
     """
     meeting = Meeting(place, limit_s)
     came = meeting.gather("findings", [place.local_rank, [asdict(finding) for finding in own]])
@@ -126,13 +119,13 @@ def meet(place: Place, own: Sequence[Finding], limit_s: float, folder: Path) -> 
     about = [] if absent else [*connect(meeting, plan["firsts"]), *shared(meeting, folder)]
     rows = {rank: [Finding(**finding) for finding in findings] for rank, (_, findings) in (came or {}).items()}
     if absent and came:
-        text = f"{len(came)} of {place.world} came in {limit_s:g} s; {in_words(absent)} did not"
+        text = f"{len(came)} of {place.world} arrived within {limit_s:g} s; {in_words(absent)} did not"
         about.append(Finding("ranks", text, ERROR, "a run would wait for them", "see their own output"))
     return meeting, rows, about
 
 
 def shared(meeting: Meeting, folder: Path) -> list[Finding]:
-    """Make a file on rank 0, and look for it on the others. Return on rank 0 who does not see it."""
+    """Return on rank 0 which ranks can't see a file that rank 0 creates in `folder`."""
     with ExitStack() as kept:
         name = ""
         if meeting.place.rank == 0:
@@ -155,10 +148,9 @@ def shared(meeting: Meeting, folder: Path) -> list[Finding]:
 
 
 def connect(meeting: Meeting, firsts: Sequence[int]) -> list[Finding]:
-    """Connect all ranks by gloo, sum a number, and compare clocks. Return on rank 0 what came of it.
+    """Connect all ranks by gloo, sum a number, and compare clocks. Return the findings on rank 0.
 
-    Args:
-        firsts: The first rank of each machine.
+    `firsts` are the first ranks of the machines.
     """
     place, failure, skews = meeting.place, "", list[tuple[int, float, float]]()
     began = time.perf_counter()
@@ -194,13 +186,10 @@ def connect(meeting: Meeting, firsts: Sequence[int]) -> list[Finding]:
 
 
 def skew(rank: int, firsts: Sequence[int], now: Callable[[], float] = time.time) -> list[tuple[int, float, float]]:
-    """Return on rank 0 the machine's first rank, its clock's seconds ahead of rank 0's, and the error, for each.
+    """Return on rank 0, for each machine: its first rank, by how many seconds its clock is ahead, and the error.
 
-    As in NTP (Mills 1985, RFC 958): the clock there is read in the middle of a round trip, to half of its time. The
-    fastest round trip counts.
-
-    Args:
-        firsts: The first rank of each machine.
+    As in NTP (Mills 1985, RFC 958), the remote clock is assumed to be read in the middle of a round trip. The error is
+    at most half of its time. The fastest round trip counts.
     """
     found = list[tuple[int, float, float]]()
     for other in firsts:
@@ -226,7 +215,6 @@ def round_trip(rank: int, other: int, now: Callable[[], float]) -> tuple[float, 
 
 
 def clocks(skews: Sequence[tuple[int, float, float]]) -> Iterator[Finding]:
-    """Yield the largest difference of clocks, and each machine whose clock is off."""
     if not skews:
         yield Finding("clocks", "one machine, one clock")
         return
@@ -242,5 +230,5 @@ def clocks(skews: Sequence[tuple[int, float, float]]) -> Iterator[Finding]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, without the stack that torch appends."""
+    """Return an error's message without the stack that torch appends."""
     return (str(error) or type(error).__name__).strip().splitlines()[0][:300]

@@ -26,14 +26,11 @@ EQUAL = {  # subject -> how bad a difference between ranks is, what it causes, a
 
 @dataclass(frozen=True)
 class Merged:
-    """A finding that these ranks have in common."""
-
     finding: Finding
     ranks: tuple[int, ...]
 
 
 def merge(rows: Mapping[int, Iterable[Finding]]) -> list[Merged]:
-    """Return equal findings of ranks as one, in the order of the first rank that has them."""
     found: dict[Finding, list[int]] = {}
     for rank in sorted(rows):
         for finding in dict.fromkeys(replace(finding, data=None) for finding in rows[rank]):
@@ -44,7 +41,7 @@ def merge(rows: Mapping[int, Iterable[Finding]]) -> list[Merged]:
 
 
 def differences(rows: Mapping[int, Iterable[Finding]]) -> list[Finding]:
-    """Return a finding for each subject that must be equal on all ranks and is not. A missing one differs, too."""
+    """Return a finding for each subject that must be equal on all ranks but differs, or is missing on some."""
     values = {rank: {finding.subject: finding.value for finding in findings} for rank, findings in rows.items()}
     found = list[Finding]()
     for subject, (level, consequence, way_out) in EQUAL.items():
@@ -58,7 +55,7 @@ def differences(rows: Mapping[int, Iterable[Finding]]) -> list[Finding]:
 
 
 def unlike(by_value: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    """Return the values; those that are lists, of packages, variables or GPUs, without the entries that all have."""
+    """Return the values. Lists, of packages, variables or GPUs, lose the entries that all ranks share."""
     separator = next((word for word in SEPARATORS if any(word in value for value in by_value)), " ")
     parts = {value: value.split(separator) for value in by_value}
     common = set.intersection(*map(set, parts.values()))
@@ -72,10 +69,9 @@ def in_words(ranks: Sequence[int]) -> str:
 
 
 def lines(merged: Sequence[Merged], *usual: tuple[int, ...]) -> list[str]:
-    """Return the facts, then what is wrong, the worst last: a terminal shows the end.
+    """Return the facts, then the problems, the worst last, because a terminal shows the end.
 
-    Args:
-        usual: Sets of ranks that are not named: all of them, and the first of each machine.
+    `usual` are the sets of ranks that need no mention: all ranks, and the first of each machine.
     """
     shown = list[str]()
     for level in reversed(LEVELS):
@@ -92,7 +88,6 @@ def lines(merged: Sequence[Merged], *usual: tuple[int, ...]) -> list[str]:
 
 
 def verdict(merged: Sequence[Merged]) -> str:
-    """Return the last line."""
     count = {level: sum(each.finding.level == level for each in merged) for level in LEVELS}
     if count[ERROR]:
         return f"{count[ERROR]} error(s): training can't start; {count[WARNING]} warning(s)"
@@ -100,7 +95,7 @@ def verdict(merged: Sequence[Merged]) -> str:
 
 
 def document(merged: Sequence[Merged], rows: Mapping[int, Iterable[Finding]]) -> dict[str, Any]:
-    """Return the report as JSON: what all ranks have found, and each rank's own findings with numbers."""
+    """Return the report as JSON: the merged findings, and each rank's own with numbers."""
     return {
         "ok": not any(each.finding.level == ERROR for each in merged),
         "findings": [{**asdict(each.finding), "ranks": list(each.ranks)} for each in merged],

@@ -1,4 +1,4 @@
-"""Examines Python, torch with its libraries, packages, and variables that they read."""
+"""Examines Python, torch with its libraries, packages, and the environment variables that they read."""
 
 import os
 import platform
@@ -8,20 +8,16 @@ from importlib import metadata
 
 import trainer
 from trainer.redact import is_secret, redact_urls
-from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from trainer.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, find
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "UCX_", "FI_", "NVIDIA_")
 DEVELOPMENT = ("test", "peers")  # extras that no run needs
-OWN = {
-    "TORCH_CPP_LOG_LEVEL",
-    "NVIDIA_VISIBLE_DEVICES",
-    "TORCHELASTIC_ERROR_FILE",
-    "CUDA_VISIBLE_DEVICES",
-}  # differ between ranks by nature
+OWN = {  # differ between ranks by nature
+    "TORCH_CPP_LOG_LEVEL", "NVIDIA_VISIBLE_DEVICES", "TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES",
+}  # fmt: skip
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Yield versions, packages that are missing or out of their bounds, and variables."""
     yield Finding("Python", platform.python_version(), data=sys.executable)
     yield Finding("Echelon", trainer.__version__)
     yield from libraries()
@@ -32,7 +28,6 @@ def examine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 
 def libraries() -> Iterator[Finding]:
-    """Yield torch, CUDA, NCCL and gloo, as torch was built."""
     try:
         import torch
         import torch.distributed as dist
@@ -52,15 +47,11 @@ def libraries() -> Iterator[Finding]:
     else:
         yield Finding("NCCL", "none: this torch was built without")
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding(
-        "gloo", f"as torch {torch.__version__.partition('+')[0]} has it, which reports no version" if gloo else "none",
-        OK if gloo else ERROR, "" if gloo else "several ranks can't agree on a step",
-        "" if gloo else "install a torch with gloo",
-    )  # fmt: skip
+    value = f"part of torch {torch.__version__.partition('+')[0]}, which reports no version of it" if gloo else "none"
+    yield find(not gloo, "gloo", value, ERROR, "several ranks can't agree on a step", "install a torch with gloo")
 
 
 def packages() -> Iterator[Finding]:
-    """Yield the versions of the packages that Echelon requires; those of extras if they are installed."""
     try:
         from packaging.requirements import Requirement
 
@@ -77,13 +68,12 @@ def packages() -> Iterator[Finding]:
             found[requirement.name] = version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             if "extra ==" not in marker:
-                yield Finding(
-                    requirement.name, "missing", ERROR, "Echelon needs it", f"pip install '{requirement.name}'"
-                )
+                fix = f"pip install '{requirement.name}'"
+                yield Finding(requirement.name, "missing", ERROR, "Echelon needs it", fix)
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             yield Finding(
-                requirement.name, version, WARNING, f"Echelon was tried with {requirement.specifier}",
+                requirement.name, version, WARNING, f"Echelon is tested with {requirement.specifier}",
                 f"pip install '{requirement.name}{requirement.specifier}'",
             )  # fmt: skip
     yield Finding("packages", ", ".join(f"{name} {version}" for name, version in sorted(found.items())))

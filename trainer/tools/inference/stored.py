@@ -1,4 +1,4 @@
-"""The model of a checkpoint, on ranks that read data with it: what `evaluate` and `predict` have in common."""
+"""Runs a checkpoint's model over data, on several ranks: the common part of `evaluate` and `predict`."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ READ = ("accelerator", "backend", "timeout_s", "precision", "deterministic", "ma
 
 @dataclass(frozen=True)
 class Request:
-    """The work of the ranks: read the data of `split` with the model of `checkpoint`."""
+    """A request to read the data of `split` with the model of `checkpoint`."""
 
     checkpoint: str
     changes: list[str]  # KEY=VALUE, of the run's config
@@ -44,7 +44,6 @@ class Request:
 
 
 def parser(name: str, description: str) -> ArgumentParser:
-    """Return a parser of the arguments that both tools take."""
     made = ArgumentParser(prog=f"echelon {name}", description=description)
     made.add_argument("checkpoint", help="runs/NAME, ckpt/last.pt, a run's folder of checkpoints, or a folder step-*")
     made.add_argument("--split", default="val", help="which data: the argument of recipe.data (default: val)")
@@ -57,10 +56,7 @@ def parser(name: str, description: str) -> ArgumentParser:
 
 
 def on_ranks(arguments: argparse.Namespace, function: Callable[[Request], Any]) -> Any:
-    """Call `function` on the ranks that a launcher has started, or else on `--devices` ranks; return rank 0's result.
-
-    On the other ranks of a launcher, return None.
-    """
+    """Call `function` on a launcher's ranks, or start `--devices` ranks. Return rank 0's result, else None."""
     refuse_unread(arguments.changes, READ, FLAGS)
     require("--micro-batch", arguments.micro_batch, at_least=1)
     if not (arguments.devices == "auto" or arguments.devices.isdecimal()):
@@ -76,24 +72,18 @@ def on_ranks(arguments: argparse.Namespace, function: Callable[[Request], Any]) 
 
 
 def evaluate(request: Request) -> dict[str, float]:
-    """Return the metrics of the data. A collective."""
     with opened(request) as (reads, model):
         return reads.evaluate(model, request.split)
 
 
 def predict(request: Request) -> Predictions:
-    """Return the predictions for the data. A collective."""
     with opened(request) as (reads, model):
         return reads.predict(model, request.split)
 
 
 @contextmanager
 def opened(request: Request) -> Iterator[tuple[Inference, nn.Module]]:
-    """Let this rank meet the others, with the whole model on its device.
-
-    Raises:
-        ConfigError, DataError: As in `trainer.tools.export.open_run`.
-    """
+    """Yield the data's reader and the whole model on this rank's device, once the ranks are connected."""
     path = find_checkpoint(request.checkpoint, request.key)
     manifest, made = open_run(path, request.changes, request.key)
     options = made["options"]

@@ -23,7 +23,7 @@ RANKS = (2, 6)  # whose means are timed
 
 
 class Nowhere(AllReduce):
-    """An all-reduce of ranks with the same payloads, over a network that takes no time."""
+    """An all-reduce of ranks with the same payloads, over an infinitely fast network."""
 
     def __init__(self, ranks: int) -> None:
         self.size, self.bytes = ranks, 0
@@ -48,11 +48,9 @@ def by_name() -> dict[str, Codec]:
 
 
 def measure(device: torch.device, codecs: Mapping[str, Codec]) -> dict[str, CodecCost]:
-    """Return the cost of each codec on a bucket of 16 MiB.
+    """Return the cost of each codec on a bucket of 16 MiB of random gradients, with realistically heavy tails.
 
-    `none` is the copy into a bucket and back, which a reduction without DDP takes.
-
-    The gradients are random, with tails as heavy as those of real gradients.
+    `none` is the copy into a bucket and back, which a reduction without DDP needs.
     """
     params = [torch.empty(SHAPE, device=device) for _ in range(PARAMETERS)]
     generator = torch.Generator(device).manual_seed(0)
@@ -64,7 +62,7 @@ def measure(device: torch.device, codecs: Mapping[str, Codec]) -> dict[str, Code
 
 
 def copy_cost(gradients: Tensor, bucket: Bucket) -> CodecCost:
-    """Return the cost of a gradient's way into a bucket, and of its way back."""
+    """Return the cost of copying gradients into a bucket, and back."""
     own, flat = [torch.empty_like(piece.param) for piece in bucket.pieces], gradients.clone()
     views = bucket.split(flat)
     there_s = fastest(lambda: torch._foreach_copy_(views, own), flat.device)
@@ -74,13 +72,13 @@ def copy_cost(gradients: Tensor, bucket: Bucket) -> CodecCost:
 
 
 def cost(seconds: Sequence[float]) -> CodecCost:
-    """Return the cost that gives these seconds a byte on `RANKS`: `encode + ranks * decode`."""
+    """Solve `encode + ranks * decode` for the seconds per byte measured on `RANKS`."""
     decode_s = max(0.0, (seconds[1] - seconds[0]) / (RANKS[1] - RANKS[0]))
     return CodecCost(max(0.0, seconds[0] - RANKS[0] * decode_s), decode_s)
 
 
 def mean_s(codec: Codec, gradients: Tensor, bucket: Bucket, ranks: int) -> float:
-    """Return the seconds of a mean over `ranks`, with everything but the network."""
+    """Return the seconds of a mean over `ranks`, network excluded."""
     whole, flat, reduce = deepcopy(codec), gradients.clone(), Nowhere(ranks)
     whole.join(ranks, 0, 0)
     times: list[float] = []

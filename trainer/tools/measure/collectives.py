@@ -1,4 +1,4 @@
-"""Measures collectives over message sizes as nccl-tests does, on the process groups that training has."""
+"""Measures collectives over message sizes as nccl-tests does, on the same process groups as training."""
 
 import math
 import time
@@ -17,7 +17,7 @@ from trainer.comm.reduce import all_gather, reduce_scatter
 from trainer.cost.machine import Link
 from trainer.parallel.warmup import wait
 from trainer.tools.measure.fit import fit_link
-from trainer.tools.measure.processor import Meter
+from trainer.tools.measure.host import Meter
 
 FITTED = "all_reduce"  # its times give a level's link
 ROUNDS, SLOW_ROUNDS = 5, 3  # a time is the median of so many; fewer if a single call is slow
@@ -27,29 +27,17 @@ LEAST = 1 << 8  # bytes
 
 @dataclass(frozen=True)
 class Level:
-    """Groups of ranks that use one level of the network; all groups of a level run at once.
+    """Groups of ranks that use one level of the network; all groups of a level run at once."""
 
-    Attributes:
-        name: `inside` a node; `across` nodes, with one rank of each; or `all` ranks.
-        ranks: In each group.
-        meter: Of the machine, the same for all levels.
-    """
-
-    name: str
+    name: str  # `inside` a node; `across` nodes, with one rank of each; or `all` ranks
     group: dist.ProcessGroup
-    ranks: int
-    meter: Meter
+    ranks: int  # per group
+    meter: Meter  # of the machine, shared by all levels
 
 
 @dataclass(frozen=True)
 class Row:
-    """The time of a collective.
-
-    Attributes:
-        cpu_seconds: CPU time per rank, averaged over the ranks.
-        estimated: Whether the times are estimated from the whole machine's, with interrupts. Otherwise they are the
-            CPU times that a rank's own threads report.
-    """
+    """The time of a collective."""
 
     level: str
     collective: str
@@ -57,13 +45,13 @@ class Row:
     seconds: float
     algbw: float
     busbw: float
-    cpu_seconds: float
-    estimated: bool
+    cpu_seconds: float  # mean over ranks of the CPU time that their threads report
+    estimated: bool  # `cpu_seconds` is a share of the whole machine's instead, with interrupts
     ranks: int
 
 
 def make_levels(ranks: Ranks) -> tuple[list[Level], int, list[str]]:
-    """Return the levels of the network, the ranks of a node, and lines on what can't be measured. A collective."""
+    """Return the network's levels, the ranks per node, and lines on what can't be measured. A collective."""
     if ranks.world == 1:
         return [], 1, ["links: not measured: one rank sends nothing; give --devices=2, or start by torchrun"]
     meter, places = Meter(ranks), ranks.gather([ranks.place.local_rank, ranks.place.local_world])
@@ -84,7 +72,7 @@ def make_levels(ranks: Ranks) -> tuple[list[Level], int, list[str]]:
 
 
 def sizes(most: int, least: int = LEAST) -> list[int]:
-    """Return `least` bytes, and each double up to `most`; two sizes or more."""
+    """Return `least` bytes and its doubles up to `most`; at least two sizes."""
     first = least.bit_length() - 1
     return [1 << n for n in range(first, max(first + 2, most.bit_length()))]
 
@@ -98,9 +86,8 @@ def measure(
     link's token bucket is empty, and the ranks begin together.
 
     Args:
-        most: Bytes of the largest size, as nccl-tests counts them.
-        budget_s: Seconds that the timed calls of a size take, about.
-        least: Bytes of the smallest size.
+        most, least: Bytes of the largest and smallest size, as nccl-tests counts them.
+        budget_s: Approximate seconds for the timed calls of a size.
     """
     for number, size in enumerate(sizes(most, least)):
         elements = max(1, size // 4 // level.ranks) * level.ranks
@@ -125,7 +112,6 @@ def measure(
 
 
 def prepare(collective: str, level: Level, elements: int, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs the collective once, on `elements` of float32."""
     flat = torch.zeros(elements, device=device)
     own = flat.new_zeros(elements // level.ranks)
     if collective == "all_reduce":
@@ -138,7 +124,7 @@ def prepare(collective: str, level: Level, elements: int, device: torch.device) 
 
 
 def run(call: Callable[[], Any], calls: int, device: torch.device) -> tuple[float, float]:
-    """Return the seconds of one of `calls` calls, and the CPU seconds of this process for it."""
+    """Return the wall and CPU seconds per call, over `calls` calls."""
     call()
     wait(device)
     began, worked = time.perf_counter(), time.process_time()
@@ -149,16 +135,13 @@ def run(call: Callable[[], Any], calls: int, device: torch.device) -> tuple[floa
 
 
 def fit(rows: Sequence[Row], device: torch.device) -> Link:
-    """Return the link of the rows, which are of one level and one collective.
-
-    On a GPU, the CPU's cost is 0: the host only waits for the device.
-    """
+    """Fit a link to rows of one level and one collective. On a GPU, the host only waits, so its cost is 0."""
     cpu = {row.bytes: row.cpu_seconds for row in rows} if device.type == "cpu" else None
     return fit_link({row.bytes: row.seconds for row in rows}, rows[0].ranks, rows[0].collective, cpu)
 
 
 def with_shares(link: Link, all_gather: Link, reduce_scatter: Link) -> Link:
-    """Return the link with the rates of the library's other collectives, as shares of its own."""
+    """Return the link with the rates of other collectives, relative to its own."""
     shares = (other.bytes_per_s / link.bytes_per_s for other in (all_gather, reduce_scatter))
     gather, scatter = (share if math.isfinite(share) and share else 1.0 for share in shares)
     return replace(link, all_gather=gather, reduce_scatter=scatter)

@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def copies(device: torch.device) -> dict[str, float]:
-    """Return bytes a second from host to device and back, from pinned and from pageable memory; empty on a CPU."""
+    """Return bytes/s from host to device and back, for pinned and pageable memory; empty on a CPU."""
     if device.type != "cuda":
         return {}
     rates: dict[str, float] = {}
@@ -30,7 +30,7 @@ def copies(device: torch.device) -> dict[str, float]:
 
 
 def matmul(device: torch.device) -> dict[str, float]:
-    """Return FLOP/s of products of two square matrices, by dtype; without those that the device lacks."""
+    """Return FLOP/s of square matrix products by dtype, without dtypes that the device lacks."""
     n = GPU_SIZE if device.type == "cuda" else CPU_SIZE
     rates: dict[str, float] = {}
     for name, dtype in {**DTYPES, **({"tf32": torch.float32} if device.type == "cuda" else {})}.items():
@@ -47,7 +47,7 @@ def matmul(device: torch.device) -> dict[str, float]:
 
 
 def fastest(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one call, in the fastest of several rounds."""
+    """Return the seconds per call, in the fastest of several rounds."""
 
     def run(calls: int) -> float:
         wait(device)

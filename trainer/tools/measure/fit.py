@@ -22,9 +22,6 @@ def fit_link(
     Args:
         times: Bytes of a collective, as nccl-tests counts them, -> seconds.
         cpu: Bytes -> CPU seconds of a rank; None: the link's cost is 0.
-
-    Raises:
-        ValueError: There are fewer than two sizes, or one rank.
     """
     if ranks < 2 or len(times) < 2:
         raise ValueError(f"fit_link: {len(times)} size(s) on {ranks} rank(s); a link takes two sizes and two ranks")
@@ -37,8 +34,8 @@ def fit_link(
 def fit_line(points: Mapping[int, float]) -> tuple[float, float]:
     """Return `start` and `slope` of `y = start + slope * x`, both at least 0.
 
-    The slope is that of the long sizes alone, by least squares of relative errors with Huber's weights, so a wrong time
-    moves it little. The start is the median of what is left of the short sizes, in which it is the greater part.
+    The slope is fitted to the long sizes alone, by least squares of relative errors with Huber's weights, so an outlier
+    moves it little. The start is the median remainder of the short sizes, in which it dominates.
     """
     x, y = np.array(sorted(points.items()), dtype=float).T
     y = np.maximum(y, 1e-12)

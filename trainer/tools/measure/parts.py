@@ -56,7 +56,6 @@ def matmul(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
 
 
 def means(ranks: Ranks, report: Report, part: str, measure: Callable[[], dict[str, float]]) -> None:
-    """Report the means over ranks."""
     if each := on_each(ranks, report, part, measure):
         report.add_numbers(part, {name: mean(own[name] for own in each) for name in each[0]})
 
@@ -64,9 +63,9 @@ def means(ranks: Ranks, report: Report, part: str, measure: Callable[[], dict[st
 def on_each(
     ranks: Ranks, report: Report, part: str, measure: Callable[[], dict[str, Numbers]]
 ) -> list[dict[str, Numbers]]:
-    """Measure on all ranks at once, and return the numbers that all have, by rank. A collective.
+    """Measure on all ranks at once; return by rank the numbers that all ranks have. A collective.
 
-    A number that a rank lacks is a line of the report. So is an error, as of memory, and then there is no number.
+    Numbers that a rank lacks are reported as missing. After an error, such as a lack of memory, all numbers are.
     """
     own, why = dict[str, Numbers](), ""
     try:
@@ -95,7 +94,7 @@ def shards(ranks: Ranks, options: argparse.Namespace, report: Report) -> None:
 
 
 def on_first(ranks: Ranks, report: Report, part: str, measure: Callable[[], dict[str, float]]) -> None:
-    """Measure on rank 0 alone. A file that can't be read or written is a line of the report."""
+    """Measure on rank 0 alone. A file that can't be read or written is reported."""
     numbers, why = dict[str, float](), ""
     if ranks.rank == 0:
         try:

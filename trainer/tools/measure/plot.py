@@ -41,7 +41,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 
 def fitted(fit: Mapping[str, Any], row: Mapping[str, Any]) -> float:
-    """Return the bus bandwidth that the fitted latency and rate give a row."""
+    """Return the bus bandwidth of a row according to the fit."""
     sent = row["bytes"] * BUS_FACTORS[row["collective"]](row["ranks"])
     seconds = HOPS[row["collective"]](row["ranks"]) * fit["latency_s"] + sent / (fit["bytes_per_s"] or math.inf)
     return sent / seconds if seconds else math.nan

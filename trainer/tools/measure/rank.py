@@ -20,7 +20,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def bench(place: Place, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure on this rank and its peers, print tables on rank 0, and return all as JSON values. A collective."""
+    """Measure on this rank and its peers, print tables on rank 0, and return JSON values. A collective."""
     import torch
 
     from trainer.comm.ranks import Ranks

@@ -1,8 +1,8 @@
-"""Collects what the bench has measured: as lines on the terminal, as JSON, and as the cost model's `Machine`."""
+"""Collects a bench's measurements: as lines on the terminal, as JSON, and as the cost model's `Machine`."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.cost.machine import CodecCost, Link, Machine, to_json
@@ -13,20 +13,17 @@ NO_LINK = Link(0.0, math.inf, 0.0)
 UNITS = {"bytes_per_s": (1e6, "MB/s"), "flop_per_s": (1e12, "TFLOP/s"), "samples_per_s": (1.0, "samples/s")}
 
 
+@dataclass
 class Report:
-    """The numbers of a bench, and a line for each part that could not be measured.
+    """The numbers of a bench, and a line for each part that could not be measured."""
 
-    Args:
-        shows: Whether this rank prints.
-    """
-
-    def __init__(self, shows: bool) -> None:
-        self.shows, self.per_node = shows, 1
-        self.rows: list[Row] = []
-        self.fits: dict[tuple[str, str], Link] = {}  # by level and collective
-        self.codecs: dict[str, CodecCost] = {}
-        self.numbers: dict[str, Mapping[str, float]] = {}  # of the other parts
-        self.missed: list[str] = []
+    shows: bool  # this rank prints
+    per_node: int = 1
+    rows: list[Row] = field(default_factory=list)
+    fits: dict[tuple[str, str], Link] = field(default_factory=dict)  # by level and collective
+    codecs: dict[str, CodecCost] = field(default_factory=dict)
+    numbers: dict[str, Mapping[str, float]] = field(default_factory=dict)  # of the other parts
+    missed: list[str] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         if self.shows:
@@ -52,7 +49,7 @@ class Report:
             self.say(f"{name:<15}{cost.encode_s_per_byte * 1e9:>26.3f}{cost.decode_s_per_byte * 1e9:>20.3f}")
 
     def add_numbers(self, part: str, numbers: Mapping[str, float]) -> None:
-        """Take rates: their names end with the unit, as `write_bytes_per_s`."""
+        """Add rates, whose names end with the unit, as in `write_bytes_per_s`."""
         self.numbers[part] = numbers
         self.say("")
         for name, value in numbers.items():
@@ -67,7 +64,7 @@ class Report:
         return with_shares(found, *(self.fits.get((level, name), found) for name in ("all_gather", "reduce_scatter")))
 
     def machine(self, ranks: int, cores: float, memory: float | None, backend: str) -> Machine:
-        """Return the cost model's machine. A level that was not measured has the link of all ranks, or none."""
+        """Return the cost model's machine. A level that was not measured gets the link of all ranks, or none."""
         every = self.link("all", NO_LINK)
         inside, across = (self.link(level, every) for level in ("inside", "across"))
         disk = self.numbers.get("disk", {}).get("write_bytes_per_s", math.inf)
@@ -75,7 +72,7 @@ class Report:
         return Machine(ranks, self.per_node, cores, inside, across, self.codecs, memory, disk, background)
 
     def as_json(self, about: Mapping[str, Any], machine: Machine | None) -> dict[str, Any]:
-        """Return all numbers. Rates are in bytes or FLOP a second; null stands for an infinite rate."""
+        """Return all numbers. Rates are in bytes/s or FLOP/s; null is an infinite rate."""
         fits = [
             {
                 "level": level, "collective": name, "latency_s": link.latency_s,

@@ -1,8 +1,6 @@
-"""Measures a disk, and the reading of shards as training reads them."""
+"""Measures a disk, and reading shards as in training."""
 
-import contextlib
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -14,59 +12,24 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
-from trainer.files import temporary_in
+from trainer.tools.doctor.disk import forget, speed
 
-CHUNK = 4 << 20  # bytes of a write
 SAMPLE_BYTES, SAMPLES, PER_SHARD = 16 << 10, 2048, 512  # of the shards that the bench makes: 32 MiB
 READ_FOR = 2.0  # shards are read for so long at most
 
 
 def disk(folder: Path, size: int) -> dict[str, float]:
-    """Return bytes a second of writing a file of `size` bytes until they are on the disk, and of reading it.
-
-    The reading asks the system to forget the file first. A file system that keeps it in memory, as tmpfs, is read from
-    there.
-
-    Raises:
-        OSError: The folder can't be written, or the disk is full.
-    """
-    chunk, path = secrets.token_bytes(min(CHUNK, size)), temporary_in(folder)
-    count = max(1, size // len(chunk))
-    try:
-        with path.open("xb", buffering=0) as file:
-            began = time.perf_counter()
-            for _ in range(count):
-                file.write(chunk)
-            os.fsync(file.fileno())
-            write_s = time.perf_counter() - began
-        with path.open("rb", buffering=0) as file:
-            forget(file.fileno())
-            began = time.perf_counter()
-            while file.read(CHUNK):
-                pass
-            read_s = time.perf_counter() - began
-    finally:
-        path.unlink(missing_ok=True)
-    written = count * len(chunk)
-    return {"write_bytes_per_s": written / write_s, "read_bytes_per_s": written / read_s}
-
-
-def forget(descriptor: int) -> None:
-    """Ask the system to drop a file from its cache, so that the next reading takes it from the disk."""
-    with contextlib.suppress(OSError):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    """Return the bytes/s of writing and syncing a file of `size` bytes, and of reading it."""
+    write_s, read_s = speed(folder, size)
+    return {"write_bytes_per_s": size / write_s, "read_bytes_per_s": size / read_s}
 
 
 def shards(folder: Path, names: list[str]) -> dict[str, float]:
-    """Return samples and bytes a second of one process that reads and decodes samples in the order of the shards.
+    """Return the samples/s and bytes/s of one process that reads and decodes samples in the order of the shards.
 
     Args:
-        folder: For shards of random bytes, which are removed afterwards, if there are no `names`.
+        folder: If there are no `names`, temporary shards of random bytes are written here.
         names: Shards as a recipe names them. Their index is stored next to them, as by a run.
-
-    Raises:
-        DataError: A shard is missing or damaged.
-        OSError: The folder can't be written.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="echelon-bench-") as made:
         paths: list[Any] = (
@@ -76,7 +39,7 @@ def shards(folder: Path, names: list[str]) -> dict[str, float]:
         for path in paths:
             if isinstance(path, Path):
                 with path.open("rb") as file:
-                    forget(file.fileno())
+                    forget(file)
         return read(index)
 
 

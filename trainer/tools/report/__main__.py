@@ -1,4 +1,4 @@
-"""echelon report RUN...: writes one self-contained HTML page about runs, side by side."""
+"""echelon report RUN...: writes one self-contained HTML page that compares runs."""
 
 import sys
 import time
@@ -16,11 +16,6 @@ POINTS = 4000  # of a curve of a single run: three for each pixel of a wide scre
 
 
 def report(folders: list[Path], out: Path | None, shows: bool) -> int:
-    """Write the page, and print its path.
-
-    Raises:
-        ConfigError: A folder holds no run, or the page can't be written.
-    """
     began = time.monotonic()
     out = out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     refuse_folder("--out", out)

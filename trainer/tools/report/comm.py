@@ -1,5 +1,6 @@
 """Reads comm.jsonl: bytes, time and bandwidth of each collective and bucket, over the run and its ranks."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class Exchange:
 
     @property
     def algbw(self) -> float:
-        """Bytes per second of all calls: the mean over their time."""
+        """Mean bytes/s, weighted by time."""
         return self.moved / self.seconds if self.seconds else float("nan")
 
     @property
@@ -40,7 +41,7 @@ class Exchange:
 
 
 def read_comm(path: Path) -> tuple[list[Exchange], str]:
-    """Return the exchanges, those with the most time first, and one line on what is missing."""
+    """Return the exchanges, the longest first, and a note on what is missing."""
     found: dict[tuple[str, int | None, str], Exchange] = {}
     lines, left_out = Lines(path), 0
     for line in lines:
@@ -60,13 +61,9 @@ def read_comm(path: Path) -> tuple[list[Exchange], str]:
 
 
 def add_time(one: Exchange, rank: int, count: float, seconds: float, line: dict[str, Any]) -> None:
-    """Add timed calls: mean `seconds` of `count` calls."""
     time = seconds * count
     one.timed, one.seconds = one.timed + count, one.seconds + time
-    one.moved += time * max(0.0, finite(number(line.get("algbw"))))
-    one.on_bus += time * max(0.0, finite(number(line.get("busbw"))))
+    algbw, busbw = (number(line.get(key)) for key in ("algbw", "busbw"))
+    one.moved += time * algbw if 0 < algbw < math.inf else 0.0
+    one.on_bus += time * busbw if 0 < busbw < math.inf else 0.0
     one.by_rank[rank] = one.by_rank.get(rank, 0.0) + time
-
-
-def finite(value: float) -> float:
-    return value if abs(value) < float("inf") else 0.0

@@ -15,10 +15,10 @@ INDEX, COUNT, STEPS, FINITE, SUM, LOW, HIGH = range(7)  # columns of the table
 
 
 class Ranges:
-    """A series that grows. While it has few values it keeps each of them exactly.
+    """A series that grows, exact while it has few values.
 
     Args:
-        most: Ranges to keep at the end. Up to twice as many are kept meanwhile, then neighbours are merged.
+        most: Ranges to keep at the end. Until then up to twice as many are kept before neighbours are merged.
     """
 
     def __init__(self, most: int) -> None:
@@ -36,7 +36,6 @@ class Ranges:
         self._shrink(2 * self.most)
 
     def close(self) -> None:
-        """Merge down to `most` ranges."""
         self._shrink(self.most)
 
     def _shrink(self, most: int) -> None:
@@ -47,7 +46,6 @@ class Ranges:
 
     @property
     def steps(self) -> Array:
-        """The mean step of each range."""
         return self.table[:, STEPS] / self.table[:, COUNT]
 
     @property
@@ -58,7 +56,6 @@ class Ranges:
 
     @property
     def exact(self) -> bool:
-        """Whether each range has one value."""
         return bool((self.table[:, COUNT] == 1).all())
 
     @property
@@ -69,7 +66,6 @@ class Ranges:
 
     @property
     def bad(self) -> Array:
-        """The number of values of each range that are not finite."""
         return self.table[:, COUNT] - self.table[:, FINITE]
 
 

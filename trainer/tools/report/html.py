@@ -8,9 +8,9 @@ class Html(str):
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Html:
-    """Return an element. Children that are no `Html` are escaped, and so are all attributes.
+    """Return an element. Its attributes, and children that are not `Html`, are escaped.
 
-    An attribute `class_` is `class`, `data_x` is `data-x`. True gives the name alone; None and False leave it out.
+    An attribute `class_` is `class`, `data_x` is `data-x`. True gives the name alone; None and False omit it.
     """
     words = [name]
     for key, value in attributes.items():
@@ -27,12 +27,12 @@ VOID = ("meta", "input", "br")
 
 
 def join(*children: object) -> Html:
-    """Join pieces of HTML, and texts, which are escaped. None is left out."""
+    """Join pieces of HTML, and texts, which are escaped. None is omitted."""
     return Html("".join(c if isinstance(c, Html) else escape(str(c)) for c in children if c is not None))
 
 
 def script_json(text: str) -> Html:
-    """Return JSON that can stand inside a script element, whatever its strings have."""
+    """Escape JSON so that it can stand inside a script element."""
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Html(text)

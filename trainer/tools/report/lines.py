@@ -9,10 +9,9 @@ LONGEST = 1 << 26  # bytes of a line; 4,096 ranks of step_times.jsonl have about
 
 
 class Lines:
-    """An iterator over the objects of a file that have a whole `step`.
+    """An iterator over a file's objects with an integer `step`.
 
-    Attributes:
-        note: One line on what could not be read; empty if all could. Complete after the iteration.
+    After the iteration, `note` has one line on what could not be read, or "".
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +41,7 @@ class Lines:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line; None if the line is no object with a whole `step`."""
+    """Return the object of a line; None if it is no object with an integer `step`."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -51,7 +50,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the object in a JSON file, and one line on what is missing."""
+    """Return the object in a JSON file, and a note on what is missing."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -62,7 +61,7 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def number(value: Any) -> float:
-    """Return a number of a file as a float; NaN for anything else, such as the null of a diverged run."""
+    """Return a JSON number as a float; NaN for anything else, such as the null of a diverged run."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return float("nan")
     try:
@@ -72,5 +71,5 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int | None:
-    """Return a count or a step of a file; None for anything else."""
+    """Return a count or a step; None for anything else."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None

@@ -15,8 +15,6 @@ MOST_METRICS = 400
 
 
 class At(NamedTuple):
-    """A value and its step."""
-
     value: float
     step: int
 
@@ -26,8 +24,6 @@ NONE = At(float("nan"), 0)
 
 @dataclass
 class Metric:
-    """A metric of a run."""
-
     ranges: Ranges
     last: At = NONE
     low: At = NONE
@@ -36,7 +32,7 @@ class Metric:
     bad: int = 0  # values that are not finite
 
     def add(self, steps: Array, values: Array) -> None:
-        """Add values (n) of steps (n), which rise."""
+        """Add values (n) of increasing steps (n)."""
         self.ranges.add(steps, values)
         self.count += len(values)
         if steps[-1] >= self.last.step:  # lines that also have other metrics are converted apart
@@ -54,7 +50,7 @@ class Metric:
 
 @dataclass
 class Metrics:
-    """The metrics of a file, by name, in order of appearance. `note` is one line on what is missing."""
+    """A file's metrics in order of appearance. `note` is one line on what is missing."""
 
     by_name: dict[str, Metric] = field(default_factory=dict)
     note: str = ""
@@ -75,11 +71,7 @@ class Metrics:
 
 
 def read_metrics(path: Path, most: int) -> Metrics:
-    """Read the file in a stream, in memory that does not grow with the lines.
-
-    Args:
-        most: Points that a curve keeps.
-    """
+    """Read the file in a stream, in bounded memory. A curve keeps `most` points."""
     found, lines = Metrics(), Lines(path)
     pending: dict[tuple[str, ...], list[list[Any]]] = {}
     for line in lines:

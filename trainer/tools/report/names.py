@@ -1,4 +1,4 @@
-"""Metrics as a reader wants them: sections, titles and units."""
+"""How a reader wants to see metrics: sections, titles and units."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,6 @@ KINDS = ("plain", "rate", "share", "seconds", "GiB", "MiB", "MiB/s", "W", "C", "
 
 
 class Shown(NamedTuple):
-    """How a metric is shown."""
-
     section: str
     title: str
     kind: str  # of `KINDS`
@@ -75,7 +73,7 @@ GROUPS = {"train": "loss", "val": "loss", "perf": "perf", "time": "time", "comm"
 
 
 def shown(name: str) -> Shown:
-    """Return how a metric of this name is shown. A name of a stranger's recipe is shown as it is."""
+    """Return how to show a metric. An unknown name is shown as it is."""
     group = name.partition("/")[0]
     section = "memory" if name in MEMORY else GROUPS.get(group, "other")
     kind = next((kind for end, kind in ENDINGS.items() if name.endswith(end) and section not in ("loss", "other")), "")

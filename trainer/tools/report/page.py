@@ -1,4 +1,4 @@
-"""Lays the page out: cards of runs, charts by section, tables of metrics, events, advice and configs."""
+"""Lays out the page: cards of runs, charts by section, tables of metrics, events, advice and configs."""
 
 import base64
 import hashlib
@@ -36,7 +36,9 @@ def make_page(runs: list[Run]) -> str:
         tag("title", printable(title)),
         tag("style", Html(style)),
     )
-    sections = [overview(runs), *chart_sections(runs, charts), metrics_table(runs), *tables(runs), about(runs)]
+    cards = tag("div", *(card(i, run, runs) for i, run in enumerate(runs)), class_="grid cards")
+    overview = tag("section", cards, id="runs")
+    sections = [overview, *chart_sections(runs, charts), metrics_table(runs), *tables(runs), about(runs)]
     body = tag(
         "body",
         tag("a", "Skip to the curves", href="#main", class_="skip"),
@@ -49,14 +51,14 @@ def make_page(runs: list[Run]) -> str:
 
 
 def digest(text: str) -> str:
-    """Return the source of a content security policy that allows this inline text and no other."""
+    """Return the content security policy's source that allows only this inline text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def bar(runs: list[Run]) -> Html:
-    clocks = [clock for clock in CLOCKS if any(clock in run.metrics for run in runs)]
     names = {"step": "Step", "seconds": "Time", "samples": "Samples"}
-    options = [tag("option", names[axis], value=axis) for axis in ("step", *clocks)]
+    axes = ["step", *(clock for clock in CLOCKS if any(clock in run.metrics for run in runs))]
+    options = [tag("option", names[axis], value=axis) for axis in axes]
     heading = "Echelon report" if len(runs) == 1 else f"Echelon report: {len(runs)} runs"
     controls = tag(
         "div",
@@ -73,14 +75,7 @@ def bar(runs: list[Run]) -> Html:
     return tag("header", tag("div", tag("h1", heading), controls), class_="bar")
 
 
-def overview(runs: list[Run]) -> Html:
-    return tag(
-        "section", tag("div", *(card(i, run, runs) for i, run in enumerate(runs)), class_="grid cards"), id="runs"
-    )
-
-
 def card(i: int, run: Run, runs: list[Run]) -> Html:
-    """Return a run's card: how it ended, its main numbers, and what is missing."""
     switch = None
     if len(runs) > 1:
         label, place = f"Show {run.name}", f"swatch run-{i % 8}"
@@ -100,7 +95,6 @@ def card(i: int, run: Run, runs: list[Run]) -> Html:
 
 
 def numbers(run: Run) -> list[tuple[Any, ...]]:
-    """Return the name and the value of a run's main numbers, those that it has."""
     summary, metrics, found = run.summary, run.metrics, []
     planned = whole(run.config.get("trainer.max_steps"))
     steps = max(run.last_step, whole(summary.get("steps")) or 0)
@@ -117,7 +111,8 @@ def numbers(run: Run) -> list[tuple[Any, ...]]:
     for name in ("train/loss", "val/loss"):
         if name in metrics:
             best = best_of(run, name)
-            found.append((TITLES[name], value_of(metrics[name].last.value, name), best and best_note(best, name)))
+            note = best and tag("small", f"best {value_of(best[0], name)} at step {best[1]:,}")
+            found.append((TITLES[name], value_of(metrics[name].last.value, name), note))
     watched = summary.get("best")
     if isinstance(watched, dict) and str(watched.get("metric", "val/loss")) != "val/loss":
         found.append((f"Best {printable(str(watched['metric']))[:60]}", f"{number(watched.get('value')):.4g}"))
@@ -129,10 +124,6 @@ def numbers(run: Run) -> list[tuple[Any, ...]]:
         if name in metrics:
             found.append(("Peak memory", value_of(metrics[name].high.value, name)))
     return found
-
-
-def best_note(best: tuple[float, int], name: str) -> Html:
-    return tag("small", f"best {value_of(best[0], name)} at step {best[1]:,}")
 
 
 def duration(seconds: float) -> str:
@@ -147,7 +138,6 @@ def duration(seconds: float) -> str:
 
 
 def chart_sections(runs: list[Run], charts: list[Chart]) -> list[Html]:
-    """Return a section for each subject that any run has numbers of."""
     found = []
     for section, heading in SECTIONS.items():
         own = [(i, chart) for i, chart in enumerate(charts) if chart.section == section]
@@ -186,7 +176,6 @@ def rank_bars(i: int, run: Run, several: bool) -> Html:
 
 
 def about(runs: list[Run]) -> Html:
-    """Return how to read and use the page."""
     curves = [metric for run in runs for name, metric in run.metrics.items() if name not in CLOCKS]
     merged = any(not metric.ranges.exact for metric in curves)
     reduced = (

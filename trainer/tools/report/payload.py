@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer.errors import printable
+from trainer.tools.doctor.finding import size as in_words
 from trainer.tools.report.lines import number
 from trainer.tools.report.metrics import Metric
 from trainer.tools.report.names import SECTIONS, TITLES, shown
@@ -16,17 +17,7 @@ from trainer.tools.report.step_times import COMPUTE, PARTS, RankTimes
 CLOCKS = ("seconds", "samples")  # counters of metrics.jsonl: axes, no curves
 MOST_NUMBERS = 400_000  # of all curves together: about 2 MB of the page
 MOST_BARS = 48  # ranks with a bar
-DETAILS = (
-    "error",
-    "why",
-    "reason",
-    "seconds",
-    "stall",
-    "attempt",
-    "ranks",
-    "rank",
-    "device",
-)  # of an event, in this order
+DETAILS = ("error", "why", "reason", "seconds", "stall", "attempt", "ranks", "rank", "device")  # of an event, in order
 
 
 class Chart(NamedTuple):
@@ -38,14 +29,14 @@ class Chart(NamedTuple):
 
 
 class Arrays:
-    """The arrays of the page, each once. Numbers go as base64 of little-endian floats."""
+    """The page's arrays without duplicates, as base64 of little-endian floats."""
 
     def __init__(self) -> None:
         self.found: dict[bytes, int] = {}
         self.made: list[dict[str, Any]] = []
 
     def add(self, values: Any, size: int = 4) -> int:
-        """Return the index of an array. Float32 has seven digits, so steps take size 8."""
+        """Return the index of an array. Float32 has seven digits, so steps need size 8."""
         with np.errstate(over="ignore"):
             raw = np.ascontiguousarray(values, dtype=f"<f{size}").tobytes()
         key = raw + bytes([size])
@@ -56,22 +47,17 @@ class Arrays:
 
 
 def make_payload(runs: list[Run]) -> tuple[dict[str, Any], list[Chart]]:
-    """Return the JSON of the page, and the charts in their order."""
     fit(runs)
     arrays = Arrays()
     charts = [*curves(runs, arrays), *stacks(runs, arrays)]
     order = list(SECTIONS)
     charts.sort(key=lambda chart: order.index(chart.section))
-    data = {
-        "runs": [describe(run, arrays) for run in runs],
-        "charts": [chart.spec for chart in charts],
-        "arrays": arrays.made,
-    }
-    return data, charts
+    described = [describe(run, arrays) for run in runs]
+    return {"runs": described, "charts": [chart.spec for chart in charts], "arrays": arrays.made}, charts
 
 
 def fit(runs: list[Run]) -> None:
-    """Merge points until all curves together have at most `MOST_NUMBERS`, but keep 250 of each."""
+    """Merge points until all curves have at most `MOST_NUMBERS` in total, but keep 250 of each."""
     all_ranges = [metric.ranges for run in runs for metric in run.metrics.values()]
     most = max((one.most for one in all_ranges), default=0)
     while True:
@@ -85,7 +71,7 @@ def fit(runs: list[Run]) -> None:
 
 
 def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
-    """Make a chart of lines for each metric. Training and validation loss share one."""
+    """Make a line chart for each metric. Training and validation loss share one."""
     names = dict.fromkeys(name for run in runs for name in run.metrics if name not in CLOCKS)
     known = {name: place for place, name in enumerate(TITLES)}
     parts = {f"time/{part}" for part in PARTS}
@@ -94,21 +80,17 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
         stacked = name in parts or name == "time/step"
         if stacked or (name == "val/loss" and "train/loss" in names):
             continue
-        here = shown(name)
-        several = len(runs) > 1
-        lines = [
-            line(i, run.metrics[name], run.name if several else name, arrays)
-            for i, run in enumerate(runs)
-            if name in run.metrics
-        ]
-        if name == "train/loss" and "val/loss" in names:
+        here, several, both = shown(name), len(runs) > 1, name == "train/loss" and "val/loss" in names
+        having = [(i, run) for i, run in enumerate(runs) if name in run.metrics]
+        lines = [line(i, run.metrics[name], run.name if several else name, arrays) for i, run in having]
+        if both:
             for one in lines:
                 one["label"] = f"{one['label']}, training" if several else "training"
             for i, run in enumerate(runs):
                 if "val/loss" in run.metrics:
                     label = f"{run.name}, validation" if several else "validation"
                     lines.append({**line(i, run.metrics["val/loss"], label, arrays), "dash": True})
-        title = "Loss" if name == "train/loss" and len(lines) > 1 and "val/loss" in names else here.title
+        title = "Loss" if both and len(lines) > 1 else here.title
         dots = name == "time/slowest_rank"  # a rank's number: between two there is nothing
         raw = dots or name == "train/lr"  # nothing to smooth
         spec = {"title": title, "kind": here.kind, "zero": here.zero, "dots": dots, "raw": raw, "lines": lines}
@@ -117,7 +99,7 @@ def curves(runs: list[Run], arrays: Arrays) -> list[Chart]:
 
 
 def line(run: int, metric: Metric, label: str, arrays: Arrays, band: bool = True) -> dict[str, Any]:
-    """Return a curve: places in `arrays`, and the last value; null, if that is not finite."""
+    """Return a curve: indices into `arrays`, and the last value, or null if it is not finite."""
     ranges, last = metric.ranges, metric.last.value
     made: dict[str, Any] = {"run": run, "label": printable(label), "last": last if np.isfinite(last) else None}
     made["x"], made["y"] = arrays.add(ranges.steps, 8), arrays.add(ranges.mean)
@@ -143,7 +125,6 @@ def stacks(runs: list[Run], arrays: Arrays) -> list[Chart]:
 
 
 def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
-    """Return what the page's scripts know of a run."""
     axes = {}
     for clock in CLOCKS:
         if clock in run.metrics:
@@ -155,7 +136,6 @@ def describe(run: Run, arrays: Arrays) -> dict[str, Any]:
 
 
 def details(event: dict[str, Any]) -> str:
-    """Return the facts of an event in a few words. The file may be a stranger's."""
     words = []
     for key in DETAILS:
         value = event.get(key)
@@ -169,30 +149,23 @@ def details(event: dict[str, Any]) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with its unit."""
-    if not math.isfinite(count):
-        return "unknown"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
+    return in_words(count) if math.isfinite(count) else "unknown"
 
 
 def bars(times: RankTimes, arrays: Arrays) -> dict[str, Any] | None:
-    """Return the seconds of each rank and part, over spans of steps; the slowest `MOST_BARS` ranks, if there are more.
+    """Return the seconds per span of steps, rank and part, for the slowest `MOST_BARS` ranks.
 
-    The time that no part has is the part `rest`.
+    The part `rest` is the time that no other part has.
     """
     if not times.ranks:
         return None
-    computes = times.means()[:, [times.parts.index(part) for part in COMPUTE]].sum(1)
+    computes = times.means()[:, [PARTS.index(part) for part in COMPUTE]].sum(1)
     ranks = np.sort(np.argsort(-computes, kind="stable")[:MOST_BARS])
     seconds = times.seconds[:, ranks]
     rest = np.maximum(seconds[:, :, -1:] - seconds[:, :, :-1].sum(-1, keepdims=True), 0)
     table = np.concatenate([seconds[:, :, :-1], rest], axis=-1)
     used = table.sum((0, 1)) > 1e-3 * table.sum() / 1e3
-    names = [name for name, has in zip((*times.parts, "rest"), used, strict=True) if has]
+    names = [name for name, has in zip((*PARTS, "rest"), used, strict=True) if has]
     return {
         "ranks": ranks.tolist(),
         "parts": names,

@@ -1,4 +1,4 @@
-"""Reads all that the folder of a run has. A missing file becomes a line of `notes`, never an error."""
+"""Reads everything in the folder of a run. A missing file becomes a line of `notes`, never an error."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -29,13 +29,7 @@ STATES = {"max_steps": "finished", "signal": "stopped by a signal", NOT_FINITE: 
 
 @dataclass
 class Run:
-    """A run as its files have it.
-
-    Attributes:
-        config: Dotted key -> value, without secrets.
-        events: In the order of the files; those of the launcher last.
-        notes: One line for each thing that is missing or left out.
-    """
+    """A run as its files describe it."""
 
     folder: Path
     name: str
@@ -43,11 +37,11 @@ class Run:
     last_step: int
     ranks: RankTimes
     exchanges: list[Exchange]
-    events: list[dict[str, Any]]
+    events: list[dict[str, Any]]  # in the order of the files; the launcher's come last
     advice: list[dict[str, Any]]
-    config: dict[str, Any]
+    config: dict[str, Any]  # dotted key -> value, without secrets
     summary: dict[str, Any]
-    notes: list[str]
+    notes: list[str]  # one line for each thing that is missing or left out
 
     @property
     def state(self) -> str:
@@ -63,18 +57,14 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The error that ended the run; empty for any other end."""
+        """The error that ended the run; "" for any other end."""
         crashes = [event["error"] for event in self.events if event["event"] == "crash" and "error" in event]
         failed = self.state in ("crashed", STATES[NOT_FINITE])
         return printable(str(self.summary.get("error") or (crashes or [""])[-1]))[:300] if failed else ""
 
 
 def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
-    """Read the folder of a run.
-
-    Args:
-        most: Points that a curve keeps.
-        spans: Spans of steps that per-rank times keep.
+    """Read the folder of a run. A curve keeps `most` points, per-rank times `spans` spans of steps.
 
     Raises:
         ConfigError: The folder holds no run, or can't be read.
@@ -105,7 +95,7 @@ def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the run's events and the launcher's failures, and one line on what is missing or left out."""
+    """Return the run's events and the launcher's failures, and a note on what is missing."""
     lines = Lines(folder / "events.jsonl")
     events = [line for line in lines if isinstance(line.get("event"), str)]
     note = lines.note
@@ -114,15 +104,12 @@ def read_events(folder: Path) -> tuple[list[dict[str, Any]], str]:
         seen[event["event"]] += 1
         if seen[event["event"]] <= MOST_EVENTS:
             kept.append(event)
-    if len(kept) < len(events):
-        note = "; ".join(
-            filter(None, [note, f"events.jsonl: the {len(events) - len(kept)} oldest events are left out"])
-        )
+    if left_out := len(events) - len(kept):
+        note = "; ".join(filter(None, [note, f"events.jsonl: the {left_out} oldest events are left out"]))
     return kept[::-1] + read_failures(folder / "logs" / "events.jsonl"), note
 
 
 def read_failures(path: Path) -> list[dict[str, Any]]:
-    """Return the failures of ranks that the launcher has recorded."""
     try:
         text = path.read_bytes()[-(1 << 22) :].splitlines()
     except OSError:
@@ -138,7 +125,7 @@ def read_failures(path: Path) -> list[dict[str, Any]]:
 
 
 def read_advice(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the newest advice of each name, and one line on what is missing. `times` counts its lines."""
+    """Return the newest advice of each name, and a note on what is missing. `times` counts its lines."""
     lines, found = Lines(path), dict[str, dict[str, Any]]()
     for line in lines:
         name = str(line.get("name"))[:80]
@@ -148,7 +135,7 @@ def read_advice(path: Path) -> tuple[list[dict[str, Any]], str]:
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the config by dotted keys, with stars for secrets, and one line on what is missing."""
+    """Return the config by dotted keys, with stars for secrets, and a note on what is missing."""
     try:
         found = yaml.safe_load(stored_config(path))
     except FileNotFoundError:
@@ -161,11 +148,11 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
     keys: dict[str, Any] = {}
     flatten("", found, keys)
     note = f"{path.name}: has more than {MOST_KEYS} keys; the others are left out" if len(keys) >= MOST_KEYS else ""
-    return redact_flat(keys), note
+    return {key: redact({key: value})[key] for key, value in keys.items()}, note
 
 
 def flatten(key: str, value: Any, into: dict[str, Any], depth: int = 0) -> None:
-    """Put the leaves of nested mappings into `into`, up to `MOST_KEYS`. A stranger's YAML may repeat its parts."""
+    """Put the leaves of nested mappings into `into`, up to `MOST_KEYS`: a stranger's YAML may repeat its parts."""
     if len(into) >= MOST_KEYS:
         return
     if isinstance(value, Mapping) and value and depth < 20:
@@ -175,12 +162,8 @@ def flatten(key: str, value: Any, into: dict[str, Any], depth: int = 0) -> None:
         into[key] = value if isinstance(value, (str, int, float, bool, type(None))) else str(value)[:1000]
 
 
-def redact_flat(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key: redact({key: value})[key] for key, value in keys.items()}
-
-
 def names_of(folders: list[Path]) -> list[str]:
-    """Return a name for each folder: its own, with as much of the path as distinguishes it from the others."""
+    """Return the folders' names, with as much of the path as makes them distinct."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -190,7 +173,7 @@ def names_of(folders: list[Path]) -> list[str]:
 
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """Return the keys in which the configs differ, with the value of each run; None for a run without the key.
+    """Return the keys in which the configs differ, with each run's value; None for a missing key.
 
     Keys that name a run, or the checkpoint that it resumed from, are left out.
     """
@@ -200,7 +183,7 @@ def differences(runs: list[Run]) -> dict[str, list[Any]]:
 
 
 def best_of(run: Run, name: str) -> tuple[float, int] | None:
-    """Return the best value of a metric and its step; None if no direction is known.
+    """Return the best value of a metric and its step; None if it is unknown whether larger is better.
 
     The summary's `best` states the direction of its own metric.
     """

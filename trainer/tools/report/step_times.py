@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,12 @@ Table = NDArray[np.float64]
 
 @dataclass
 class RankTimes:
-    """Spans of steps. A rank that joins later has no steps in earlier spans.
-
-    Attributes:
-        last: The last step of each span (spans).
-        steps: Steps of each span and rank (spans, ranks).
-        seconds: Their seconds, by part in the order of `parts` and then of the whole step (spans, ranks, parts + 1).
-    """
+    """Spans of steps. A rank that joins later has no steps in earlier spans."""
 
     most: int
-    parts: ClassVar[tuple[str, ...]] = PARTS
-    last: Table = field(default_factory=lambda: np.empty(0))
-    steps: Table = field(default_factory=lambda: np.empty((0, 0)))
+    last: Table = field(default_factory=lambda: np.empty(0))  # the last step of each span
+    steps: Table = field(default_factory=lambda: np.empty((0, 0)))  # (spans, ranks)
+    # By `PARTS`, then of the whole step (spans, ranks, parts + 1).
     seconds: Table = field(default_factory=lambda: np.empty((0, 0, len(PARTS) + 1)))
 
     @property
@@ -65,16 +59,11 @@ class RankTimes:
 
 
 def pad(table: Table, ranks: int) -> Table:
-    """Append ranks without steps."""
     return np.pad(table, [(0, 0), (0, ranks - table.shape[1])] + [(0, 0)] * (table.ndim - 2))
 
 
 def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
-    """Read the file in a stream. Return the times, and one line on what is missing.
-
-    Args:
-        most: Spans of steps to keep.
-    """
+    """Read the file in a stream, into at most `most` spans. Return the times, and a note on what is missing."""
     found, lines, odd = RankTimes(most), Lines(path), 0
     pending: list[Line] = []
     for line in lines:
@@ -83,7 +72,8 @@ def read_step_times(path: Path, most: int) -> tuple[RankTimes, str]:
             odd += 1
             continue
         new = Line(line["step"], steps, tuple(ranks[0]), [list(rank.values()) for rank in ranks])
-        if pending and (len(pending) * len(ranks) >= CHUNK or not new.fits(pending[0])):
+        full = len(pending) * len(ranks) >= CHUNK
+        if pending and (full or (new.names, len(ranks)) != (pending[0].names, len(pending[0].ranks))):
             found.add(*convert(pending))
             pending = []
         pending.append(new)
@@ -102,13 +92,9 @@ class Line(NamedTuple):
     names: tuple[str, ...]
     ranks: list[list[Any]]
 
-    def fits(self, other: "Line") -> bool:
-        """Return whether both have the same names, and as many ranks."""
-        return self.names == other.names and len(self.ranks) == len(other.ranks)
-
 
 def ranks_of(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the objects of the ranks; none, unless all have the same keys."""
+    """Return the ranks' objects; [] unless all have the same keys."""
     ranks = line.get("ranks")
     if not isinstance(ranks, list) or not 0 < len(ranks) <= MOST_RANKS or not isinstance(ranks[0], dict):
         return []
@@ -118,7 +104,7 @@ def ranks_of(line: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def convert(lines: list[Line]) -> tuple[Table, Table, Table]:
-    """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n lines that fit."""
+    """Return last steps (n), steps (n, ranks) and seconds (n, ranks, parts + 1) of n matching lines."""
     names, ranks = lines[0].names, len(lines[0].ranks)
     flat = [[number(value) for value in rank] for line in lines for rank in line.ranks]
     values = np.array(flat).reshape(len(lines), ranks, len(names))

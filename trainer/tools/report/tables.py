@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.annotated import as_yaml
 from trainer.errors import printable
 from trainer.tools.report.comm import Exchange
 from trainer.tools.report.html import Html, tag
@@ -20,7 +21,6 @@ UNITS |= {"W": (1, " W"), "C": (1, " \u00b0C"), "MHz": (1, " MHz")}
 
 
 def value_of(value: float, name: str) -> str:
-    """Return a metric's value with its unit."""
     if not math.isfinite(value):
         return "not finite"
     factor, unit = UNITS.get(shown(name).kind, (1, ""))
@@ -29,7 +29,6 @@ def value_of(value: float, name: str) -> str:
 
 
 def exchanges(run: Run, several: bool) -> Html:
-    """Return the table of collectives and buckets."""
     total = sum(one.seconds for one in run.exchanges) or 1.0
     heads = ["Collective", "Bucket", "Level", "Calls", "Bytes a call", "Time a call", "Share of time"]
     heads += ["Algorithm bandwidth", "Bus bandwidth", "Slowest rank"]
@@ -66,7 +65,7 @@ def table(heads: list[str], rows: list[list[Any]], numeric_from: int = 99, id_: 
 
 
 def metrics_table(runs: list[Run]) -> Html:
-    """Return the last and best value of each metric: what a reader without curves needs."""
+    """Return the last and best value of each metric, for readers who can't see curves."""
     names = [name for name in dict.fromkeys(n for run in runs for n in run.metrics) if name not in CLOCKS]
     heads = ["Metric"] + [text for run in runs for text in (f"{run.name}, last", "best")]
     if len(runs) == 1:
@@ -97,7 +96,6 @@ def by_run(runs: list[Run], heads: list[str], rows: list[list[Any]]) -> Html:
 
 
 def advice(runs: list[Run]) -> Html:
-    """Return what the callback `advice` has found, with the line of the config that answers."""
     rows = [
         [
             run.name, f"{item['step']:,}", printable(str(item.get("text") or item["name"]))[:600],
@@ -126,7 +124,6 @@ def events(runs: list[Run]) -> Html:
 
 
 def clock(event: dict[str, Any]) -> str:
-    """Return the time of an event in UTC."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(number(event["time"])))
     except (KeyError, TypeError, ValueError, OverflowError, OSError):
@@ -134,7 +131,6 @@ def clock(event: dict[str, Any]) -> str:
 
 
 def configs(runs: list[Run]) -> Html:
-    """Return the keys in which the runs differ, then all keys."""
     keys = sorted({key for run in runs for key in run.config})
     if not keys:
         return Html()
@@ -144,14 +140,12 @@ def configs(runs: list[Run]) -> Html:
         rows = [[tag("code", printable(key)), *map(setting, values)] for key, values in sorted(different.items())]
         parts.append(table(heads, rows) if rows else tag("p", "All runs have the same config."))
     rows = [[tag("code", printable(key)), *(setting(run.config.get(key)) for run in runs)] for key in keys]
-    search = tag(
-        "input", type="search", placeholder="Filter keys and values", aria_label="Filter", aria_controls="keys"
-    )
+    hint = {"placeholder": "Filter keys and values", "aria_label": "Filter", "aria_controls": "keys"}
+    search = tag("input", type="search", **hint)
     parts.append(tag("details", tag("summary", f"All {len(keys):,} keys"), search, table(heads, rows, id_="keys")))
     heading = "Config" if len(runs) == 1 else "Config: differences"
     return tag("section", tag("h2", heading), *parts, id="config")
 
 
 def setting(value: Any) -> Html:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return tag("code", printable(text)[:500])
+    return tag("code", printable(as_yaml(value))[:500])

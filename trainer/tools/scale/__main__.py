@@ -1,4 +1,4 @@
-"""echelon scale [SETTINGS OF THE RUN] [KEY=VALUE ...]: predicts a run on machines that nobody has here.
+"""echelon scale [SETTINGS OF THE RUN] [KEY=VALUE ...]: predicts a run on machines that you do not have.
 
 The cost model of `tune` predicts speed, efficiency, waiting, memory, checkpoints and failures on any number of nodes.
 Nothing is trained, and no device is needed. docs/cost-model.md has the formulas, and what they were checked against.
@@ -24,8 +24,7 @@ from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.tools.measure.plot import require_matplotlib
 from trainer.tools.scale.machines import PRESETS, find
-from trainer.tools.scale.options import ScaleOptions, read
-from trainer.tools.scale.ways import WAYS
+from trainer.tools.scale.options import WAYS, ScaleOptions, read
 
 KEYS = f"""keys:
   nodes=1,8,64,512,4096     numbers of nodes: 4, 1,2,8, or 1..4096, a range that doubles
@@ -43,12 +42,13 @@ KEYS = f"""keys:
 
 
 def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path | None, file: Path | None) -> None:
-    """Predict, and show the rows."""
+    from trainer.composition import arrange
     from trainer.tools.scale import output
     from trainer.tools.scale.rows import own_way, rows
     from trainer.tools.scale.work import count
+    from trainer.tools.tune.configs import callbacks_of
 
-    refuse_conflicts(config)
+    arrange(callbacks_of(config), set())  # refuses callbacks that do not compose, as a run does
     cluster = find(options.machine)
     if options.tflops:
         cluster = replace(cluster, tflops=dict.fromkeys(("fp32", "tf32", "bf16", "fp16", "fp8"), options.tflops))
@@ -79,26 +79,9 @@ def scale(options: ScaleOptions, config: dict[str, Any], recipe: str, png: Path 
         output.plot(png, f"{recipe}, {parameters:,} parameters, {options.machine}, {options.scaling} scaling", made)
 
 
-def refuse_conflicts(config: dict[str, Any]) -> None:
-    """Refuse callbacks that do not compose, as a run does.
-
-    Raises:
-        ConfigError: The message names every conflict.
-    """
-    from trainer.composition import arrange
-    from trainer.config.build import build
-    from trainer.config.check import LIBRARIES
-
-    allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
-    arrange({name: build(f"callbacks.{name}", node, allow) for name, node in config["callbacks"].items()}, set())
-
-
 def command() -> int:
     parser = ArgumentParser(
-        "echelon scale",
-        description=__doc__,
-        epilog=KEYS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "echelon scale", description=__doc__, epilog=KEYS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="keys below, and settings as of trainer.main")
     parser.add_argument("--config-dir", metavar="FOLDER", help="a folder with your own recipe/NAME.yaml")
@@ -110,8 +93,7 @@ def command() -> int:
     require_matplotlib(args.png)
     options, words = read(args.words)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
-    jobs = compose([*folder, *words], [CONF, *config_dirs(folder)])
-    for job in jobs[:1]:
+    for job in compose([*folder, *words], [CONF, *config_dirs(folder)])[:1]:
         check(job.config)
         show(job.messages)
         scale(options, job.config, job.recipe or "recipe", args.png, args.json)

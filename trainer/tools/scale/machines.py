@@ -33,12 +33,7 @@ class Cluster:
 
 
 def gpus(nvlink: float, network: float, memory: float) -> Machine:
-    """Return a node of eight GPUs.
-
-    Args:
-        nvlink, network: Bytes a second of a GPU, each way.
-        memory: Bytes of a GPU.
-    """
+    """Return a node of eight GPUs. `nvlink` and `network` are bytes/s per GPU, each way; `memory` is bytes per GPU."""
     inside, across = Link(NVLINK_LATENCY, nvlink, 0.0), Link(NETWORK_LATENCY, network, 0.0)
     return Machine(8, 8, GPU_CORES, inside, across, {}, memory, DISK)
 
@@ -63,11 +58,7 @@ PRESETS = {
 
 
 def find(name: str) -> Cluster:
-    """Return a preset, or the machine of a file of the bench.
-
-    Raises:
-        ConfigError: There is neither, or the file has no machine.
-    """
+    """Return a preset, or the machine in a JSON file of the bench."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -84,7 +75,6 @@ def find(name: str) -> Cluster:
 
 
 def measured(machine: Machine, found: Mapping[str, Any], file: str) -> Cluster:
-    """Return the machine of a bench with the rates of its matrix products and copies."""
     end = "_flop_per_s"
     tflops = {name.removesuffix(end): rate / 1e12 for name, rate in found.get("matmul", {}).items()}
     auto = str(found.get("auto_precision") or likely_auto(tflops))
@@ -101,7 +91,7 @@ def measured(machine: Machine, found: Mapping[str, Any], file: str) -> Cluster:
 
 
 def likely_auto(tflops: Mapping[str, float]) -> str:
-    """Return what `auto` takes, by the rates of a file that does not say it. Files have TF32 on GPUs alone."""
+    """Return the precision that `auto` would choose, for files that lack it. Only GPUs' files have TF32."""
     if tflops and "tf32" not in tflops:
         return "fp32"
     return "fp16" if tflops.get("fp16", 0.0) > 2 * tflops.get("bf16", math.inf) else "bf16"  # a V100 emulates bf16

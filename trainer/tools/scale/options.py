@@ -1,12 +1,34 @@
-"""The words of the command that are no settings of a run."""
+"""Parses the words of the command that are not settings of a run. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from trainer.errors import ConfigError, nearest, require
-from trainer.tools.scale.ways import WAYS
+from omegaconf import OmegaConf
 
+from trainer.annotated import AtMost, NonNegativeFloat, NonNegativeInt, PositiveFloat, check_fields
+from trainer.errors import ConfigError, nearest
+
+VIEW = {"trainer.ddp.gradient_as_bucket_view": True}  # the default on CUDA
 MOST_NODES = 1 << 17
+
+
+@dataclass(frozen=True)
+class Way:
+    """Callbacks with their knobs, and settings. `allow` is the run's `trainer.allow_targets`."""
+
+    callbacks: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any]
+    allow: tuple[str, ...] = ()
+
+
+def load() -> dict[str, Way]:
+    found: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("ways.yaml")))
+    return {name: Way(each.get("callbacks", {}), {**VIEW, **each.get("settings", {})}) for name, each in found.items()}
+
+
+WAYS = load()
 
 
 @dataclass(frozen=True)
@@ -16,21 +38,20 @@ class ScaleOptions:
     nodes: tuple[int, ...] = (1, 8, 64, 512, 4096)
     machine: str = "8xh100-8x400g"
     ways: tuple[str, ...] = tuple(WAYS)
-    scaling: str = "weak"  # weak: as many samples a rank; strong: the run's batch on any number of nodes
-    per_rank: int = 0  # samples of a rank in a step, for weak; 0: the run's micro_batch, or its batch
-    mfu: float = 0.4
-    tflops: float = 0.0  # peak of a device; 0: the machine's, by the precision
-    flops: float = 0.0  # of a sample, forward and backward; 0: the recipe's
-    activation_mib: float = 0.0  # that autograd keeps of a sample; 0: left out of the memory
-    jitter: float = 0.0  # standard deviation of a rank's passes, of their mean
+    scaling: Literal["weak", "strong"] = "weak"  # strong: the run's batch on any number of nodes
+    per_rank: NonNegativeInt = 0  # samples of a rank in a step, for weak; 0: the run's micro_batch, or its batch
+    mfu: Annotated[PositiveFloat, AtMost(1)] = 0.4
+    tflops: NonNegativeFloat = 0.0  # peak of a device; 0: the machine's, by the precision
+    flops: NonNegativeFloat = 0.0  # of a sample, forward and backward; 0: the recipe's
+    activation_mib: NonNegativeFloat = 0.0  # that autograd keeps of a sample; 0: left out of the memory
+    jitter: NonNegativeFloat = 0.0  # standard deviation of a rank's passes, of their mean
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
 
 
 def read(words: Sequence[str]) -> tuple[ScaleOptions, list[str]]:
-    """Return the options, and the words that are settings of the run.
-
-    Raises:
-        ConfigError: A value has no meaning.
-    """
+    """Return the options, and the words that are settings of the run."""
     kinds = {field.name: type(field.default) for field in fields(ScaleOptions)}
     given, rest = {}, []
     for word in words:
@@ -43,15 +64,7 @@ def read(words: Sequence[str]) -> tuple[ScaleOptions, list[str]]:
             given[key] = names(text)
         else:
             given[key] = value(key, text, kinds[key])
-    made = ScaleOptions(**given)
-    if made.scaling not in ("weak", "strong"):
-        raise ConfigError(f"scaling={made.scaling}: is neither weak nor strong; give one of them")
-    require("mfu", made.mfu, above=0)
-    for key in ("per_rank", "tflops", "flops", "activation_mib", "jitter"):
-        require(key, getattr(made, key), at_least=0)
-    if made.mfu > 1:
-        raise ConfigError(f"mfu={made.mfu}: must be at most 1, a share of the peak")
-    return made, rest
+    return ScaleOptions(**given), rest
 
 
 def value(key: str, text: str, kind: type) -> object:
@@ -63,11 +76,7 @@ def value(key: str, text: str, kind: type) -> object:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Return the numbers of nodes of `4`, `1,2,8` or `1..4096`, which doubles.
-
-    Raises:
-        ConfigError: There is no number, or one out of range.
-    """
+    """Return the numbers of nodes of `4`, `1,2,8` or `1..4096`, which doubles."""
     first, dots, last = text.partition("..")
     parts = [first, last] if dots else text.split(",")
     if not all(part.isdecimal() and 0 < int(part) <= MOST_NODES for part in parts) or (dots and int(first) > int(last)):

@@ -1,4 +1,4 @@
-"""Shows rows: as a table, as JSON, as a picture."""
+"""Shows rows as a table, as JSON or as a plot."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +31,6 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the unit that people use for them."""
     unit, name = (1, "s") if seconds < 120 else (60, "min") if seconds < 7200 else (3600, "h")
     return f"{seconds / unit:.1f} {name}"
 
@@ -41,18 +40,11 @@ def table(rows: Sequence[Row]) -> str:
     lines = [COLUMNS, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, tuple("-" * width for width in widths))
-    made = []
-    for line in lines:
-        made.append("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
-    return "\n".join(made)
+    padded = ([cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
 def write_json(path: Path, about: dict[str, Any], rows: Sequence[Row], left_out: Sequence[str]) -> None:
-    """Write everything into a file.
-
-    Raises:
-        ConfigError: The file can't be written.
-    """
     everything = {**about, "rows": [asdict(row) for row in rows], "left_out": list(left_out)}
     save("--json", path, lambda: path.write_text(json.dumps(everything, indent=1, default=str) + "\n"))
 
@@ -65,11 +57,7 @@ def save(flag: str, path: Path, write: Any) -> None:
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Draw `PARTS` over ranks, a line for each way. Needs matplotlib.
-
-    Raises:
-        ConfigError: The file can't be written.
-    """
+    """Plot `PARTS` over ranks, a line per strategy. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 8), layout="constrained")

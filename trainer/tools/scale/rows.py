@@ -1,7 +1,7 @@
-"""The rows of the table: each way to train on each number of nodes, its speed, memory, checkpoints and failures."""
+"""Predicts the rows of the table: speed, memory, checkpoints and failures of each strategy on each number of nodes."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.checkpoint.interval import daly, lost, prior_s
@@ -10,7 +10,7 @@ from trainer.cost.workload import Choice, Prediction, Workload
 from trainer.tools.cost_model.predict import predict
 from trainer.tools.cost_model.read import costs_of
 from trainer.tools.scale.machines import Cluster
-from trainer.tools.scale.ways import VIEW, Way
+from trainer.tools.scale.options import VIEW, Way
 
 GRADIENT = 4  # bytes of a parameter, which no checkpoint has
 STALL = 0.1  # seconds of any checkpoint in addition to its copy to the host; a choice
@@ -19,7 +19,7 @@ RESTART = 300.0  # from a failure to the next step: notice it, start 8 ranks a n
 
 @dataclass(frozen=True)
 class Row:
-    """A way on some nodes. Rates are of all ranks; shares are between 0 and 1."""
+    """A strategy on some nodes. Rates are totals over ranks; shares are between 0 and 1."""
 
     nodes: int
     ranks: int
@@ -42,13 +42,12 @@ class Row:
 
 def alone(cluster: Cluster, workload: Workload, per_rank: int, passes: int) -> Prediction:
     """Return the prediction of one rank without communication, with the samples of a step in `passes` parts."""
-    choice = Choice({}, {"accumulate": passes})
-    one = cluster.of(1)
-    return predict(type(one)(**{**vars(one), "ranks": 1, "ranks_per_node": 1}), workload, choice, per_rank)
+    one = replace(cluster.machine, ranks=1, ranks_per_node=1)
+    return predict(one, workload, Choice({}, {"accumulate": passes}), per_rank)
 
 
 def own_way(config: Mapping[str, Any]) -> dict[str, Way]:
-    """Return the way of the run's own callbacks, under the name `config`; nothing if it only measures and shows."""
+    """Return the run's own callbacks as the strategy `config`; {} if they only measure and show."""
     allow = tuple(config["trainer"]["allow_targets"])
     costs = costs_of(config["callbacks"], allow)
     callbacks = {name: node for name, node in config["callbacks"].items() if costs[name] != Cost()}
@@ -61,11 +60,7 @@ def row(
     cluster: Cluster, workload: Workload, named: tuple[str, Way], nodes: int, batch: int, micro: int | None,
     frozen_bytes: float = 0.0,
 ) -> Row:  # fmt: skip
-    """Predict one row. `batch` is over all ranks; each rank holds `frozen_bytes` in addition to the workload.
-
-    Raises:
-        ConfigError: The ranks do not divide into the way's stages.
-    """
+    """Predict one row. `batch` is over all ranks; each rank holds `frozen_bytes` in addition to the workload."""
     (name, way), machine = named, cluster.of(nodes)
     choice = Choice(way.callbacks, {**way.settings, **({"micro_batch": micro} if micro else {})}, way.allow)
     parts = any(cost and cost.checkpoint_parts for cost in costs_of(way.callbacks, way.allow).values())
@@ -92,10 +87,9 @@ def rows(
     cluster: Cluster, workload: Workload, nodes: Iterable[int], ways: Mapping[str, Way], batch: int | None,
     per_rank: int, micro: int | None, frozen_bytes: float = 0.0,
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
-    """Predict all rows, and name those that are left out with the reason.
+    """Predict all rows, and list those left out with the reason.
 
-    Args:
-        batch: Of all ranks, the same on any number of nodes; None: `per_rank` samples on each rank.
+    `batch` is over all ranks, on any number of nodes; None: `per_rank` samples on each rank.
     """
     made, left_out = [], []
     for count in nodes:

@@ -1,53 +1,42 @@
-"""The work of a recipe, counted without a device: parameters on the meta device, and `flops_per_sample`."""
+"""Counts the work of a recipe without a device: parameters on the meta device, and `flops_per_sample`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from trainer.config.build import build
 from trainer.config.check import LIBRARIES, split_groups
 from trainer.cost.workload import Workload
 from trainer.errors import ConfigError, printable
-from trainer.optim.groups import ParameterRules, WithGroups
+from trainer.optim.groups import ParameterRules, WithGroups, make_optimizer
 from trainer.parallel.blocks import find_blocks
+from trainer.parallel.memory_search import state_share
+from trainer.session import build_or_own
 from trainer.tools.scale.machines import Cluster
 from trainer.tools.scale.options import ScaleOptions
 
 NUMBER = 4.0  # bytes, in float32
-ADAMW = 2.0  # numbers that the optimizer keeps of a parameter: its moments
-KEPT = {  # the same by the name of an optimizer of torch or of the project
-    "adamw": ADAMW, "adam": ADAMW, "lamb": ADAMW, "sgd": 1.0, "lars": 1.0, "adagrad": 1.0, "adamw8bit": 0.5,
-    "adafactor": 0.0,  # a row and a column of each matrix
-}  # fmt: skip
-OURS = ("trainer.optim.", "torch.optim.")
+ADAMW = 2.0  # numbers that AdamW keeps per parameter: its moments
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a recipe on a device, and its memory.
-
-    Attributes:
-        precision: In which matrix products are computed.
-        frozen_bytes: Of parameters without gradient and state, which `workload` leaves out.
-        unknown: A line for each thing that is not in the numbers.
-    """
+    """The work of a recipe on a device, and its memory."""
 
     workload: Workload
-    precision: str
-    frozen_bytes: float
-    unknown: tuple[str, ...]
+    precision: str  # of matrix products
+    frozen_bytes: float  # of parameters without gradient and state, which `workload` leaves out
+    unknown: tuple[str, ...]  # a line for each thing that is not in the numbers
 
 
 def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) -> Work:
-    """Return the work of the recipe's samples on a device of the cluster.
-
-    Raises:
-        ConfigError: The recipe has no `flops_per_sample`, or the device's peak is unknown.
-    """
-    recipe, model, optimizer = on_meta(config)
+    recipe, model, new_optimizer = on_meta(config)
     precision = computed_in(config["trainer"]["precision"], cluster)
     flops = options.flops or getattr(recipe, "flops_per_sample", 0)
     if not flops:
@@ -56,7 +45,7 @@ def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) ->
     shapes = tuple(tuple(p.shape) for p in parameters)
     sizes = tuple(map(math.prod, shapes))
     frozen = sum(p.numel() for p in model.parameters()) - sum(sizes)
-    kept, unknown = kept_by(optimizer)
+    kept, unknown = kept_by(new_optimizer)
     rate = cluster.memory_bytes_per_s
     unknown += [] if rate else ["optimizer: its step takes 0 s, since the rate of the device's memory is unknown"]
     unknown += [f"memory: with {frozen:,} frozen parameters whole on each rank"] if frozen else []
@@ -72,13 +61,14 @@ def count(config: Mapping[str, Any], cluster: Cluster, options: ScaleOptions) ->
     return Work(workload, precision, NUMBER * frozen, tuple(unknown))
 
 
-def on_meta(config: Mapping[str, Any]) -> tuple[Any, torch.nn.Module, Mapping[str, Any]]:
-    """Return the recipe, its model on the meta device with what is frozen, and the optimizer's config.
+def on_meta(config: Mapping[str, Any]) -> tuple[Any, nn.Module, Callable[[nn.Module], Optimizer]]:
+    """Return the recipe, its model on the meta device with parameters frozen, and its optimizer's constructor.
 
     Raises:
         ConfigError: The recipe needs the values of tensors, which the meta device lacks.
     """
-    recipe = build("recipe", config["recipe"], (*LIBRARIES, *config["trainer"]["allow_targets"]))
+    allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
+    recipe = build("recipe", config["recipe"], allow)
     groups, optimizer = split_groups(config["optimizer"])
     try:
         with torch.device("meta"):
@@ -91,16 +81,12 @@ def on_meta(config: Mapping[str, Any]) -> tuple[Any, torch.nn.Module, Mapping[st
             f"recipe.model(): can't be built on the meta device, where tensors have no values: {reason}; load weights "
             "by trainer.init_from, and compute numbers without torch"
         ) from error
-    ParameterRules(WithGroups(torch.optim.AdamW, groups or ()), recipe, model)  # freezes what a group freezes
-    return recipe, model, optimizer
+    made = WithGroups(build_or_own("optimizer", optimizer, allow, recipe), groups or ())
+    ParameterRules(made, recipe, model)  # freezes what a group freezes
+    return recipe, model, partial(make_optimizer, made)
 
 
 def computed_in(precision: str, cluster: Cluster) -> str:
-    """Return the format of matrix products.
-
-    Raises:
-        ConfigError: The machine has no peak for it.
-    """
     found = {"auto": cluster.auto, "bf16_params": "bf16"}.get(precision, precision)
     if not cluster.tflops.get(found):
         known = ", ".join(cluster.tflops) or "no precision"
@@ -110,17 +96,17 @@ def computed_in(precision: str, cluster: Cluster) -> str:
     return found
 
 
-def kept_by(optimizer: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """Return the numbers that the optimizer keeps of a parameter, and a line if they are unknown."""
-    target: str = optimizer["_target_"]
-    name = target.rpartition(".")[2].lower()
-    if not target.startswith(OURS) or name not in KEPT:
-        return ADAMW, [f"optimizer: the state of {target} is unknown; two numbers a parameter are taken, as of AdamW"]
-    return (0.0 if name == "sgd" and not optimizer.get("momentum") else KEPT[name]), []
+def kept_by(new_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[float, list[str]]:
+    """Return the numbers that the optimizer keeps per parameter, and a line if that is unknown."""
+    try:
+        return state_share(new_optimizer, torch.device("cpu")), []
+    except Exception as error:  # of an optimizer that only steps its recipe's model
+        reason = printable(f"{type(error).__name__}: {error}".splitlines()[0])
+        return ADAMW, [f"optimizer: its state is unknown ({reason}); two numbers a parameter are taken, as of AdamW"]
 
 
-def boundary(recipe: Any, model: torch.nn.Module, precision: str) -> float:
-    """Return the bytes of a sample between two blocks: tokens of the width of a block's smallest side; 0: unknown."""
+def boundary(recipe: Any, model: nn.Module, precision: str) -> float:
+    """Return a sample's bytes between two blocks: tokens times a block's smallest width; 0: unknown."""
     tokens = getattr(recipe, "tokens_per_sample", 0)
     try:
         blocks = find_blocks(recipe, model, None, "blocks")

@@ -45,7 +45,6 @@ def main() -> int:
 
 
 def command(arguments: list[str]) -> int:
-    """Search, and return the exit code."""
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
@@ -58,11 +57,11 @@ def command(arguments: list[str]) -> int:
 
         refuse_other_job(job.config)
     prepare()
-    from trainer.tools.tune.orders import run_order
     from trainer.tools.tune.overlay import file_name
+    from trainer.tools.tune.tasks import run_task
 
     folder, name = next(iter(config_dirs(words)), Path("conf")), options.name or file_name(job.recipe)
-    return run_team(job.config, run_order, lambda team: lead(team, job.config, options, folder, name, job.argv))
+    return run_team(job.config, run_task, lambda team: lead(team, job.config, options, folder, name, job.argv))
 
 
 def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, name: str, argv: Sequence[str]) -> int:
@@ -85,12 +84,12 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
     known = journal.all("start") or [journal.add("start", checkpoint=find_start(config))]
     config = begun(config, known[0]["checkpoint"])
     tuning = Tuning(config, options, team, journal, say)
-    if journal.why_anew:
-        say(f"journal    {journal.path} {journal.why_anew}: a new search begins")
+    if journal.discarded:
+        say(f"journal    {journal.path} {journal.discarded}: a new search begins")
     with contextlib.closing(journal):
         choice, verdict, tuned, evidence = tuning.run()
         if verdict is None and tuning.why == OVER:
-            say(f"result     today's config stays: {OVER}; {way_out(tuning)}")
+            say(f"result     today's config stays: {OVER}; {larger_budget(tuning)}")
             return UNCHANGED
         path = None
         if verdict is not None and verdict.recommended:
@@ -111,15 +110,15 @@ def lead(team: Any, config: dict[str, Any], options: TuneOptions, folder: Path, 
     return 0
 
 
-def way_out(tuning: Any) -> str:
-    """Return a budget in which the canary and a few trials have room."""
+def larger_budget(tuning: Any) -> str:
+    """Return how to resume with a budget that suffices for the canary and a few trials."""
     trials_s = FEW * (tuning.cost_s + tuning.options.steps * tuning.today["step_s"])
     enough = math.ceil((tuning.elapsed_s + tuning.canary_s + trials_s) / 60) * 60
     return f"the search resumes from its journal with tune.budget_s={enough}"
 
 
 def hint(folder: Path, argv: Sequence[str], choice: Choice) -> str:
-    """Return what a run needs in addition to `+tuned=NAME` to find the file, without words that would override it."""
+    """Return what a run needs besides `+tuned=NAME` to find the file, and the words that would override it."""
     found = "--config-dir" in argv or folder.resolve() == CONF.resolve()
     over = [word for word in argv if word.partition("=")[0].lstrip("+") in choice.settings]
     return ("" if found else f" with --config-dir {folder}") + (f", without {' '.join(over)}" if over else "")

@@ -1,4 +1,4 @@
-"""Says how a running job is stopped and resumed with a result, if a resume with the result would be accepted."""
+"""Prints how to stop a running job and resume it with the result, provided that the resume would be accepted."""
 
 import shlex
 from contextlib import suppress
@@ -27,11 +27,7 @@ WAY_OUT = "leave tune.apply out, and give +tuned=NAME to the job's next start"
 
 
 def refuse_other_job(config: dict[str, Any]) -> None:
-    """Refuse a search for another job than the running one that the config names.
-
-    Raises:
-        ConfigError: The config names no run, one that has ended, or one that trains something else.
-    """
+    """Refuse to search for any job other than the running one that the config names."""
     run_dir = config["trainer"]["run_dir"]
     if run_dir is None:
         raise ConfigError("tune.apply=true: no run is named; give trainer.run_dir=runs/NAME of the running job")
@@ -53,11 +49,7 @@ def refuse_other_job(config: dict[str, Any]) -> None:
 def read_job(run_dir: Path, allow: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what decides the numbers of a run, and its whole config.
 
-    Args:
-        allow: Packages that a config may name which no run of this user has written.
-
-    Raises:
-        ConfigError: There is no config, or one that can't be read, or that names another package.
+    `allow` are the packages that the config may name if no run of this user has written it.
     """
     key, file = f"trainer.run_dir={run_dir}", run_dir / "config.yaml"
     try:
@@ -74,7 +66,7 @@ def read_job(run_dir: Path, allow: list[str]) -> tuple[dict[str, Any], dict[str,
 
 
 def training(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the dotted settings that decide what is computed, and the callbacks that take part in it."""
+    """Return the dotted settings that decide what is computed, and the callbacks involved."""
     made = callbacks_of(config)
     callbacks = {name: config["callbacks"][name] for name, each in made.items() if each.role not in SHOWING}
     found = flat({**config, "callbacks": callbacks, "nccl": {}}) | {name: config[name] for name in PARTS}
@@ -82,9 +74,9 @@ def training(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def switch(config: dict[str, Any], choice: Choice, world: int, name: str, folder: Path) -> str:
-    """Return how to stop the job and resume it with the result, or why it can't be resumed with it.
+    """Return how to stop the job and resume it with the result, or why a resume would refuse it.
 
-    The job keeps its own settings: what it was started with need not be what the search was given.
+    The job keeps its own settings, which need not be those that the search was given.
     """
     run_dir = Path(config["trainer"]["run_dir"])
     try:
@@ -96,19 +88,14 @@ def switch(config: dict[str, Any], choice: Choice, world: int, name: str, folder
     if why := refusal(merge(job, choice), world):
         return f"{run_dir} keeps its config: a resume would refuse the result ({why})"
     words = ["resume", str(run_dir), "--config-dir", str(folder.resolve()), f"+tuned={name}"]
-    more = state_keepers(merge(job, choice)) - state_keepers(job)
-    if more and "callbacks" not in job["trainer"]["accept"]:
+    after, before = (set(stateful(callbacks_of(each))) for each in (merge(job, choice), job))
+    if after - before and "callbacks" not in job["trainer"]["accept"]:
         words.append("trainer.accept=[callbacks]")  # a resume refuses new callbacks with state
     return f"stop {run_dir} by SIGTERM, then: {shlex.join([*echelon(), *words])}"
 
 
 def manifest_of(run_dir: Path) -> dict[str, Any]:
-    """Return the manifest of the run's newest checkpoint; empty if none can be read."""
+    """Return the manifest of the run's newest checkpoint; {} if none can be read."""
     with suppress(OSError, IndexError, Damaged):
         return verify(checkpoints(noted_in(run_dir) or run_dir, reads=True)[-1], hashes=False)
     return {}
-
-
-def state_keepers(config: dict[str, Any]) -> set[str]:
-    """Return the callbacks that a resume compares."""
-    return set(stateful(callbacks_of(config)))

@@ -24,7 +24,7 @@ USABLE = 0.95  # of a GPU's memory; validation and gaps between tensors need the
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the winner is recommended, and what was found; `faults` say why not."""
+    """Whether the winner is recommended, and what was found; `faults` are the reasons against it."""
 
     recommended: bool
     gain: float  # today's seconds of a step over the winner's, the median over pairs
@@ -34,27 +34,17 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """The limits of a canary.
+    """The limits of a canary."""
 
-    Args:
-        exact: The numbers of both configs are the same, to rounding.
-        random: Other micro-batches draw other random numbers: then losses are equal in the mean alone.
-        bound: For a lossy config, the share by which its loss may be larger.
-        memory_bytes: What a rank has; None: unknown.
-    """
-
-    exact: bool
-    random: bool
-    bound: float
+    exact: bool  # both configs compute the same numbers, up to rounding
+    random: bool  # other micro-batches draw other random numbers, so losses are equal only on average
+    bound: float  # for a lossy config, the share by which its loss may be larger
     precision: str = "fp32"
-    memory_bytes: float | None = None
+    memory_bytes: float | None = None  # per rank; None: unknown
 
     def judge(self, pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Verdict:
-        """Judge pairs of results, today's and the winner's, each with `step_s`, `score_s`, `losses`, `memory_bytes`,
-        `advice`, `phases`, `spread_s`.
-        """
-        faults: list[str] = []
-        findings: list[str] = []
+        """Judge pairs of results of `run_trial`, today's and the winner's, with a `score_s` each."""
+        findings, faults = list[str](), list[str]()
         gain = self._speed(pairs, findings, faults)
         self._losses(pairs, findings, faults)
         self._memory(pairs, findings, faults)
@@ -63,7 +53,7 @@ class Judge:
         return Verdict(not faults, gain, findings, faults)
 
     def _speed(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> float:
-        """Test the speed: each pair is a win (sign test), and the median gain is more than the noise of equals."""
+        """Require a win in each pair (sign test), and a median gain above the noise of equals."""
         before, after = ([pair[i]["score_s"] for pair in pairs] for i in (0, 1))
         gains = [a / b for a, b in zip(before, after)]
         gain, wins = statistics.median(gains), sum(g > 1 for g in gains)
@@ -100,10 +90,10 @@ class Judge:
             faults.append(f"the winner {why}")
 
     def _advice(self, pairs: Sequence[Any], findings: list[str], faults: list[str]) -> None:
-        """Find what most of the winner's runs are advised and none of today's. A finding's numbers differ each time.
+        """Find what most of the winner's runs are advised and none of today's; the numbers differ each time.
 
-        A slow rank is the same one in most runs: ranks that share cores take turns at being late. A wait is no fault if
-        it takes as long as today: of a shorter step it is a larger share.
+        A slow rank must be the same one in most runs, because ranks that share cores take turns at being late. A wait
+        is no fault if it takes as long as today, since it is a larger share of a shorter step.
         """
         before, after = ([{line["name"]: line for line in pair[i]["advice"]} for pair in pairs] for i in (0, 1))
         for name in dict.fromkeys(name for run in after for name in run):
@@ -122,14 +112,14 @@ class Judge:
 
 
 def too_full(before: float, after: float, memory_bytes: float | None) -> str:
-    """Return why a config takes too much memory: more than today's, and than is usable; empty if it does not."""
+    """Return why a config takes too much memory: more than today's, and more than is usable; "" if it does not."""
     if memory_bytes is None or after <= max(before, USABLE * memory_bytes):
         return ""
     return f"takes {after / 2**30:.2f} of {memory_bytes / 2**30:.2f} GiB of memory, and {USABLE:.0%} are usable"
 
 
 def takes_no_longer(seconds: Seconds, pairs: Sequence[Any]) -> bool:
-    """Return whether a wait takes at most `LEAST` of today's step longer; false if it is not known."""
+    """Return whether a wait is at most `LEAST` of today's step longer; False if unknown."""
     if not all(result["phases"] for pair in pairs for result in pair):
         return False
     before, after = (statistics.median(seconds(pair[i]) for pair in pairs) for i in (0, 1))
@@ -137,7 +127,7 @@ def takes_no_longer(seconds: Seconds, pairs: Sequence[Any]) -> bool:
 
 
 def in_phases(name: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Return where the time of a step goes, by the runs' `step_timer`; empty without one."""
+    """Return where the time of a step goes, according to `step_timer`; "" without one."""
     known = [result["phases"] for result in results if result["phases"]]
     if not known:
         return ""
@@ -147,12 +137,12 @@ def in_phases(name: str, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the standard error of the median of equals, as a share: 1.25 times that of the mean (Kendall)."""
+    """Return the relative standard error of the median of equals: 1.25 times that of the mean (Kendall)."""
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return 1.25 * deviation / middle / math.sqrt(len(values))
 
 
 def p_value(wins: int, pairs: int) -> float:
-    """Return the chance of so many wins or more between equals."""
+    """Return the probability of at least so many wins between equals."""
     return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / 2**pairs

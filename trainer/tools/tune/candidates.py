@@ -19,6 +19,7 @@ from trainer.tools.tune.configs import is_exact, merge, ranks_with_data, refusal
 
 Callbacks = dict[str, dict[str, Any]]  # name -> knobs
 NOTHING = Choice({}, {})
+NONE: dict[str, Any] = {"callbacks": {}, "trainer": {"allow_targets": []}}  # a config without callbacks
 BUCKETS_MIB = (1.0, 5.0, 100.0)
 WORKERS = (0, 1, 2, 4)
 GROUPS = (  # roles of which a choice adds one callback at most
@@ -36,14 +37,14 @@ def candidates(
     config: Mapping[str, Any], place: Place, lossy: bool, without: Sequence[str] = (), blocks: int = 0,
     backend: str = "gloo", batch_norm: bool = False,
 ) -> list[Choice]:  # fmt: skip
-    """Return every choice that a run of `place.world` ranks accepts, each one a change of today's config.
+    """Return every change of today's config that a run of `place.world` ranks accepts.
 
     Args:
-        lossy: Also callbacks that change the numbers.
+        lossy: Include callbacks that change the numbers.
         without: Callbacks to leave out.
-        blocks: Of the model, between which a pipeline may cut it; 0: none are known.
-        backend: Of the collectives on the devices: gloo, nccl or mpi.
-        batch_norm: The model's numbers depend on the micro-batch: another one is lossy.
+        blocks: Blocks of the model between which a pipeline may cut it; 0: unknown.
+        backend: Backend of the devices' collectives: gloo, nccl or mpi.
+        batch_norm: The numbers depend on the micro-batch, so changing it is lossy.
     """
     exact = not lossy and is_exact(config)
 
@@ -69,7 +70,7 @@ def candidates(
 
 
 def changes_micro_batch(config: Mapping[str, Any], choice: Choice, world: int) -> bool:
-    """Return whether a rank's passes have another number of samples with the choice: a pipeline may change it, too."""
+    """Return whether the choice changes the samples per pass of a rank. A pipeline may do so, too."""
     today, made = (
         micro_batch(each, each["batch"] // ranks_with_data(each, world)) for each in (config, merge(config, choice))
     )
@@ -78,7 +79,9 @@ def changes_micro_batch(config: Mapping[str, Any], choice: Choice, world: int) -
 
 def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks: int) -> Iterator[Callbacks]:
     """Yield the callbacks that may be added. Those of today's config stay, and keep their knobs."""
-    at = Situation(place.world, place.world // place.local_world, blocks, begun_at(config))
+    checkpoint = config["trainer"]["resume"]
+    begun_at = verify(Path(checkpoint), hashes=False)["step"] if checkpoint else 0
+    at = Situation(place.world, place.world // place.local_world, blocks, begun_at)
     groups: list[list[Callbacks]] = []
     for roles in GROUPS:
         named = [(name, variant) for name, kind in kinds().items() if kind.role in roles
@@ -87,26 +90,15 @@ def with_callbacks(config: Mapping[str, Any], place: Place, lossy: bool, blocks:
             {name: dict(knobs), **{other: dict(each) for other, each in others.items()}}
             for name, (knobs, others) in named
         ]
-        groups.append([{}, *(each for each in added if lossy or is_exact(with_targets(each)))])
+        groups.append([{}, *(each for each in added if lossy or is_exact(merge(NONE, Choice(each, {}))))])
     for parts in itertools.product(*groups):
         combined = {name: knobs for part in parts for name, knobs in part.items()}
         if len(combined) == sum(map(len, parts)) and not combined.keys() & config["callbacks"].keys():
             yield combined
 
 
-def begun_at(config: Mapping[str, Any]) -> int:
-    """Return the step at which a trial begins: that of the checkpoint `trainer.resume`, or 0."""
-    checkpoint = config["trainer"]["resume"]
-    return verify(Path(checkpoint), hashes=False)["step"] if checkpoint else 0
-
-
-def with_targets(callbacks: Callbacks) -> dict[str, Any]:
-    """Return a config of these callbacks alone."""
-    return {"callbacks": merge({"callbacks": {}}, Choice(callbacks, {}))["callbacks"], "trainer": {"allow_targets": []}}
-
-
 def fits_layout(config: Mapping[str, Any], callbacks: Callbacks, settings: Mapping[str, Any], ranks: int) -> bool:
-    """Return whether the layout uses these settings: some have no buckets of DDP's, and stages need micro-batches."""
+    """Return whether the layout uses these settings: some have no DDP buckets, and stages need micro-batches."""
     costs = [cost for cost in costs_of(callbacks, ()).values() if cost]
     if not all(cost.ddp_buckets for cost in costs) and "trainer.ddp.bucket_mib" in settings:
         return False
@@ -115,19 +107,16 @@ def fits_layout(config: Mapping[str, Any], callbacks: Callbacks, settings: Mappi
 
 
 def micro_batch(config: Mapping[str, Any], samples: int) -> int:
-    """Return the micro-batch of a rank with so many samples."""
     return config["micro_batch"] or samples // (config["accumulate"] or 1)
 
 
 def with_settings(
     config: Mapping[str, Any], place: Place, ranks: int, backend: str = "gloo"
 ) -> Iterator[dict[str, Any]]:
-    """Yield settings that leave the numbers as they are, to rounding: micro-batches, buckets, data workers, NCCL's.
+    """Yield settings that keep the numbers, up to rounding: micro-batches, buckets, data workers, NCCL's.
 
-    With BatchNorm, other micro-batches change the numbers: `candidates` leaves them out of exact choices.
-
-    Args:
-        ranks: That read different samples.
+    With BatchNorm, other micro-batches change the numbers: `candidates` leaves them out of exact choices. `ranks` is
+    the number of ranks that read different samples.
     """
     samples = config["batch"] // ranks
     today = micro_batch(config, samples)
@@ -150,7 +139,7 @@ def with_settings(
 
 
 def for_nccl(config: Mapping[str, Any], place: Place) -> Iterator[dict[str, Any]]:
-    """Yield settings of NCCL that neither the config nor the environment has set."""
+    """Yield NCCL settings that neither the config nor the environment has set."""
     several = place.world > place.local_world
     for each in (*NCCL, *((SOCKETS,) if several and not os.path.exists("/sys/class/infiniband") else ())):
         names = [key.removeprefix("nccl.") for key in each]
@@ -159,7 +148,7 @@ def for_nccl(config: Mapping[str, Any], place: Place) -> Iterator[dict[str, Any]
 
 
 def near(samples: int, today: int) -> list[int]:
-    """Return the divisors of a rank's samples within a factor of 4 of today's micro-batch, one for each factor of 2."""
+    """Return divisors of `samples` within a factor of 4 of today's micro-batch, one for each factor of 2."""
     divisors = [size for size in range(1, samples + 1) if samples % size == 0]
     aims = [today / 4, today / 2, today * 2, today * 4, samples]
     close = [min(divisors, key=lambda size: abs(size - aim)) for aim in aims]
@@ -167,7 +156,7 @@ def near(samples: int, today: int) -> list[int]:
 
 
 def describe(choice: Choice) -> str:
-    """Return the choice as the words that a command line takes."""
+    """Return the choice as words of a command line."""
     words = [f"+{name}({', '.join(f'{key}={value}' for key, value in knobs.items())})" if knobs else f"+{name}"
              for name, knobs in choice.callbacks.items()]  # fmt: skip
     shown = {key: value for key, value in choice.settings.items() if key != "accumulate"}
@@ -175,7 +164,7 @@ def describe(choice: Choice) -> str:
 
 
 def family(choice: Choice) -> str:
-    """Return the name under which trials share what the model gets wrong of them: callbacks with a knob, NCCL's."""
+    """Return the name under which trials share a residual of the model: callbacks with a knob, NCCL's settings."""
     names = [".".join([name, *(str(knobs[knob]) for knob in kinds()[name].family if knob in knobs)])
              for name, knobs in choice.callbacks.items()]  # fmt: skip
     return "+".join(sorted([*names, *unseen(choice)])) or "plain"

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from trainer.callback import Callback, Role
 from trainer.checkpoint import locate
@@ -19,6 +19,7 @@ from trainer.tools.cost_model.read import defaults
 
 KEPT = frozenset({"advice"})  # of the callbacks that show numbers: the others would write the terminal or other places
 LOGGED = 5  # steps of a trial, or more
+UNSEEN = (Role.MEASURE, Role.OBSERVE, Role.GUARD, Role.AVERAGE)  # by the cost model
 
 
 def merge(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
@@ -36,16 +37,14 @@ def merge(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
 
 
 def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
-    """Return all that the cost model reads of a config, as a choice.
+    """Return everything that the cost model reads of a config, as a choice.
 
-    Args:
-        cuda: Ranks train on GPUs, where DDP's gradients are views of its buckets by default.
+    `cuda`: ranks train on GPUs, where DDP's gradients are views of its buckets by default.
     """
-    allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     callbacks = {}
-    for name, given in config["callbacks"].items():
-        if build(f"callbacks.{name}", given, allow).role not in UNSEEN:
-            known = defaults(name) or {}
+    for name, made in callbacks_of(config).items():
+        if made.role not in UNSEEN:
+            given, known = config["callbacks"][name], defaults(name) or {}
             if known.get("_target_") != given["_target_"]:  # from elsewhere
                 known = {}
             callbacks[name] = {key: value for key, value in given.items() if known.get(key, given) != value}
@@ -61,9 +60,6 @@ def whole(config: Mapping[str, Any], world: int, cuda: bool) -> Choice:
     return Choice(callbacks, settings, tuple(config["trainer"]["allow_targets"]))
 
 
-UNSEEN = (Role.MEASURE, Role.OBSERVE, Role.GUARD, Role.AVERAGE)
-
-
 def callbacks_of(config: Mapping[str, Any]) -> dict[str, Callback]:
     allow = (*LIBRARIES, *config["trainer"]["allow_targets"])
     return {name: build(f"callbacks.{name}", given, allow) for name, given in config["callbacks"].items()}
@@ -75,7 +71,7 @@ def ranks_with_data(config: Mapping[str, Any], world: int) -> int:
 
 
 def refusal(config: dict[str, Any], world: int) -> str:
-    """Return why a run of this config would be refused at its start; empty if nothing is known."""
+    """Return why a run of this config would be refused at its start; "" if nothing is known."""
     try:
         check(config)
         options = build_options(Options, config["trainer"])
@@ -87,16 +83,12 @@ def refusal(config: dict[str, Any], world: int) -> str:
 
 
 def is_exact(config: Mapping[str, Any]) -> bool:
-    """Return whether every callback of the config leaves the numbers as they are, to rounding."""
+    """Return whether every callback preserves the numbers, up to rounding."""
     return all(callback.exact for callback in callbacks_of(config).values())
 
 
 def find_start(config: Mapping[str, Any]) -> str | None:
-    """Return the path of the checkpoint that `trainer.resume` means; None: the run begins at step 0.
-
-    Raises:
-        ConfigError: It is no checkpoint.
-    """
+    """Return the path of the checkpoint that `trainer.resume` means; None: the run begins at step 0."""
     options = config["trainer"]
     if options["resume"] is None:
         return None
@@ -107,11 +99,7 @@ def find_start(config: Mapping[str, Any]) -> str | None:
 
 
 def begun(config: Mapping[str, Any], checkpoint: str | None) -> dict[str, Any]:
-    """Return a copy of the config that begins at this checkpoint: a running job may write newer ones.
-
-    Raises:
-        ConfigError: The checkpoint is gone.
-    """
+    """Return a copy of the config that begins at this checkpoint, since a running job may write newer ones."""
     if checkpoint and not Path(checkpoint).exists():
         raise ConfigError(
             f"trainer.resume={config['trainer']['resume']}: the search began at {checkpoint}, which is gone; delete "
@@ -144,8 +132,9 @@ def alone(config: Mapping[str, Any], world: int) -> dict[str, Any]:
     """Return the config of a run of one rank with a rank's part of the batch, data read in the training process."""
     own = copy.deepcopy(dict(config))
     roles = (Role.SPLIT, Role.SHARD, Role.REDUCE, Role.COMPRESS, Role.SYNC)
-    made = cast("dict[str, Callback]", callbacks_of(config))
-    own["callbacks"] = {name: given for name, given in own["callbacks"].items() if made[name].role not in roles}
+    own["callbacks"] = {
+        name: own["callbacks"][name] for name, made in callbacks_of(config).items() if made.role not in roles
+    }
     samples = config["batch"] // ranks_with_data(config, world)
     micro, accumulate = split_batch(samples, 1, config["micro_batch"], config["accumulate"])
     own |= {"batch": samples, "micro_batch": micro, "accumulate": accumulate}

@@ -1,8 +1,8 @@
-"""Corrects the cost model by what trials measure: factors on links, passes and codecs, then one for each family."""
+"""Corrects the cost model by measured trials: factors on links, passes and codecs, then one for each family."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from trainer.cost.machine import CodecCost, Link, Machine
 from trainer.cost.setup import Setup
@@ -20,23 +20,16 @@ SIMULATED = READ - {"data.workers"} | {"nccl.algo"}  # settings that change more
 
 @dataclass(frozen=True)
 class Model:
-    """The cost model with its corrections.
-
-    Args:
-        today_s: Measured seconds of today's step, the unit of the correction `other`.
-        whole: Returns all callbacks and settings of today's config with a choice.
-        factors: Logarithms of the corrections, by the names of `TRUST`.
-        residuals: By family, logarithms of measured over predicted seconds.
-    """
+    """The cost model with its corrections."""
 
     machine: Machine
     workload: Workload
     batch: int
-    today_s: float
-    whole: Callable[[Choice], Choice]
+    today_s: float  # measured seconds of today's step, the unit of the correction `other`
+    whole: Callable[[Choice], Choice]  # returns all callbacks and settings of today's config with a choice
     family: Callable[[Choice], str]
-    factors: Mapping[str, float] = field(default_factory=dict)
-    residuals: Mapping[str, float] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)  # logarithms, by the names of `TRUST`
+    residuals: Mapping[str, float] = field(default_factory=dict)  # by family, of log(measured / predicted)
     known: dict[str, Prediction] = field(default_factory=dict, init=False)  # without the wait for data
 
     def predict(self, choice: Choice) -> Prediction:
@@ -56,14 +49,15 @@ class Model:
         return replace(found, step_s=found.step_s * factor, parts=parts)
 
     def _setup(self, whole: Choice, factors: Mapping[str, float]) -> Setup:
-        """Return what is simulated: the machine and the workload with the factors."""
+        """Return the machine and the workload with the factors applied."""
         by = {name: math.exp(factors.get(name, 0.0)) for name in TRUST}
         missed_s = max(0.0, factors.get("other", 0.0)) * self.today_s
+        codecs = self.machine.codecs
         machine = replace(
             self.machine,
             across=slower(self.machine.across, by["across"]),
             inside=slower(self.machine.inside, by["inside"]),
-            codecs={name: dearer(cost, by["codec"]) for name, cost in self.machine.codecs.items()},
+            codecs={name: CodecCost(*(s * by["codec"] for s in astuple(cost))) for name, cost in codecs.items()},
         )
         work = self.workload
         passes = {name: getattr(work, name) * by["compute"] for name in ("forward_s", "backward_s", "pass_s")}
@@ -75,9 +69,9 @@ class Model:
         return with_data(setup, without_data(setup)).step_s
 
     def correct(self, measured: Sequence[tuple[Choice, float]]) -> "Model":
-        """Return the model whose factors explain the measured seconds of a step best.
+        """Return the model with the most likely factors, given measured seconds of a step.
 
-        The most likely factors: errors and factors are log-normal, with the spreads `NOISE` and `TRUST`.
+        Errors and factors are log-normal, with the spreads `NOISE` and `TRUST`.
         """
         wholes = [(self.whole(choice), seconds) for choice, seconds in measured]
 
@@ -97,12 +91,12 @@ class Model:
 
 
 def robust(error: float) -> float:
-    """Return Huber's loss (1964): one odd trial must not move every prediction."""
+    """Return Huber's loss (1964), so that one outlier does not move every prediction."""
     return error**2 if abs(error) <= 3 else 6 * abs(error) - 9
 
 
 def descend(loss: Callable[[Mapping[str, float]], float], start: dict[str, float]) -> dict[str, float]:
-    """Minimise by steps along one factor at a time, ever smaller (Hooke and Jeeves 1961)."""
+    """Minimise by ever smaller steps along one factor at a time (Hooke and Jeeves 1961)."""
     at, least = dict(start), loss(start)
     for step in STEPS:
         moved = True
@@ -121,12 +115,8 @@ def slower(link: Link, factor: float) -> Link:
     return replace(link, latency_s=link.latency_s * factor, bytes_per_s=link.bytes_per_s / factor)
 
 
-def dearer(cost: CodecCost, factor: float) -> CodecCost:
-    return CodecCost(cost.encode_s_per_byte * factor, cost.decode_s_per_byte * factor)
-
-
 def in_words(factors: Mapping[str, float]) -> str:
-    """Return what the trials have corrected, where it matters."""
+    """Return the significant corrections in words."""
     names = {"across": "the link across", "inside": "the link inside", "compute": "the passes"}
     names |= {"codec": "codecs", "optimizer": "the optimizer"}
     found = [

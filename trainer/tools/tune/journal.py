@@ -1,4 +1,4 @@
-"""A search's journal: one line of JSON for each thing done, so that a killed search resumes where it was."""
+"""Keeps a search's journal, a line of JSON for each thing done, so that a killed search can resume."""
 
 import errno
 import fcntl
@@ -17,21 +17,18 @@ BEGIN = b'{"event": "begin"'  # each journal starts with it
 
 
 class Journal:
-    """The lines of one search, keyed by everything that its results depend on. One process at a time writes them.
+    """The lines of one search, keyed by everything its results depend on. One process at a time writes them.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
         about: What the results depend on: the config, the machine, the settings of the search.
-
-    Raises:
-        ConfigError: The folder can't be written, or another search writes this journal.
     """
 
     def __init__(self, path: Path, about: Any) -> None:
         self.path = path
         self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.lines: list[dict[str, Any]] = []
-        self.why_anew = ""
+        self.discarded = ""  # why an existing journal was not resumed
         by = f"process {os.getpid()} on {socket.gethostname()}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,31 +42,30 @@ class Journal:
                 self._read(content)
             self.file.truncate(self.whole if self.lines else 0)
         except OSError as error:
-            raise ConfigError(
-                f"{path}: can't be written: {error.strerror}; give a --config-dir that you may write to"
-            ) from None
+            fix = "give a --config-dir that you may write to"
+            raise ConfigError(f"{path}: can't be written: {error.strerror}; {fix}") from None
         known = {} if self.lines else {"key": self.key}
         self.add("again" if self.lines else "begin", **known, by=by)
 
     def _read(self, content: bytes) -> None:
-        """Take the whole lines of a search with this key that has not ended; a kill may have cut the last one."""
+        """Take the complete lines of a search with this key that has not ended; a kill may have cut the last one."""
         self.whole = content.rfind(b"\n") + 1
         lines = []
         for text in content[: self.whole].splitlines():
             try:
                 lines.append(json.loads(text))
             except ValueError:
-                self.why_anew = "has a line that is not JSON"
+                self.discarded = "has a line that is not JSON"
                 return
         if not lines or lines[0].get("key") != self.key:
-            self.why_anew = "is of another config, machine, version or setting of the search"
+            self.discarded = "is of another config, machine, version or setting of the search"
         elif lines[-1]["event"] == "verdict":
-            self.why_anew = "is of a search that has ended"
+            self.discarded = "is of a search that has ended"
         else:
             self.lines = lines
 
     def add(self, event: str, **values: Any) -> dict[str, Any]:
-        """Append a line; it is on the disk when this returns."""
+        """Append a line, and sync it to the disk."""
         line = {"event": event, **values}
         self.file.write(f"{json.dumps(line)}\n".encode())
         self.file.flush()
@@ -85,12 +81,9 @@ class Journal:
 
 
 def lock(file: BinaryIO, path: Path) -> None:
-    """Claim the journal until it is closed. The system drops the lock of a process that ends.
+    """Lock the journal until it is closed or the process ends.
 
     If the file system has no locks, a warning is logged instead.
-
-    Raises:
-        ConfigError: Another search has claimed it.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -39,7 +39,7 @@ def measure_links(
     """Measure the links and codecs as this rank sees them. A collective.
 
     Returns:
-        By level, "inside", "across" and "all": the fields of its link. By codec: the fields of its cost.
+        By level, "inside", "across" and "all", the fields of its link; by codec, the fields of its cost.
     """
     ranks = Ranks(place, accelerator, backend, timeout_s)
     levels, _, _ = collectives.make_levels(ranks)
@@ -55,10 +55,11 @@ def measure_links(
     costs = codec_costs.measure(ranks.device, codecs)
     backend = ranks.backend
     ranks.leave()
-    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else None
+    gpu = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
     return {
         "levels": links, "codecs": {name: astuple(cost) for name, cost in costs.items()}, "cores": share,
-        "memory_bytes": memory_of(ranks.device), "gpu": gpu, "backend": backend,
+        "memory_bytes": gpu and float(gpu.total_memory),  # on a CPU, ranks share memory with everything else
+        "gpu": gpu and gpu.name, "backend": backend,
     }  # fmt: skip
 
 
@@ -89,16 +90,10 @@ def count_cores() -> float:
     return (time.process_time() - worked) / (time.perf_counter() - began)
 
 
-def memory_of(device: torch.device) -> float | None:
-    """Return the bytes of a GPU; None on a CPU, whose ranks share memory with everything else."""
-    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
-
-
 def make_machine(answers: list[dict[str, Any]], place: Place) -> Machine:
-    """Return the machine of these ranks. Their links are the same: a collective waits for the slowest rank.
+    """Return the machine of these ranks, from their results of `measure_links`.
 
-    Args:
-        answers: Of `measure_links`, by rank.
+    Their links are the same, because a collective waits for the slowest rank.
     """
     links = {level: Link(*fields) for level, fields in answers[0]["levels"].items()}
     every = links.get("all", NO_LINK)

@@ -30,7 +30,7 @@ ENOUGH = 10.0  # seconds of rounds, after which no further one begins
 
 
 class Profile(Stopwatch):
-    """Measures the passes of a rank that is alone, with its part of the batch, then times a few steps."""
+    """Measures the passes of a single rank with its part of the batch, then times a few steps."""
 
     def rehearse(self, trainer, run_pass: Callable[[Any], None], batch: Any) -> None:
         micro = trainer.plan.micro
@@ -56,7 +56,6 @@ class Profile(Stopwatch):
         self.compute = shares(lambda: loss(model, batch), trainer.parameters, device)
         self.random = len({seeded(lambda: loss(model, batch), seed) for seed in (1, 2)}) > 1
         self.cut = cuts(trainer, lambda: loss(model, batch), self.compute)
-        self.boundary_bytes = self.cut.boundary_bytes / micro
         self.began, self.optimizers = 0.0, list[float]()
 
     def on_before_optimizer_step(self, trainer) -> None:
@@ -106,16 +105,14 @@ def profile(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict
         "random": watch.random,
         "batch_norm": normalises_by_batch(trainer.module),
         "blocks": max(0, len(watch.cut.parts) - 2),
-        "boundary_bytes": watch.boundary_bytes,
-        "parts": watch.cut.parts,
-        "part_of": watch.cut.part_of,
-        "tied_bytes": watch.cut.tied_bytes,
+        **watch.cut._asdict(),
+        "boundary_bytes": watch.cut.boundary_bytes / trainer.plan.micro,  # of a sample
         "failed": watch.failed,
     }
 
 
 def settled(times: list[float]) -> list[float]:
-    """Return the later half of the steps: the first ones take longer, since the memory they allocate is new."""
+    """Return the later half of the steps, since memory allocation slows the first ones."""
     return times[len(times) // 2 :]
 
 
@@ -127,9 +124,9 @@ def in_steps(phases: Mapping[str, float], step_s: float) -> float:
 def passing(
     run_pass: Callable[[Any], None], sizes: Sequence[int], batches: Sequence[Any], today: int
 ) -> tuple[list[int], list[Any], list[str]]:
-    """Return the sizes whose pass works, their batches, and lines about the others: today's own size has to work.
+    """Return the sizes whose pass works, their batches, and lines about the others.
 
-    The pass of a BatchNorm1d with one sample fails.
+    The pass of a BatchNorm1d with one sample fails, for instance. Today's own size has to work.
     """
     working, failed = dict[int, Any](), list[str]()
     for size, batch in zip(sizes, batches, strict=True):
@@ -144,7 +141,7 @@ def passing(
 
 
 def in_turns(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Return the seconds of each call: the median over rounds in which all take turns, so that noise hits all alike."""
+    """Return each call's median seconds over rounds in which calls take turns, so that noise hits all alike."""
     rounds, end = list[list[float]](), time.perf_counter() + ENOUGH
     while len(rounds) < 2 or (len(rounds) <= ROUNDS and time.perf_counter() < end):
         rounds.append([seconds(call, device) for call in calls])
@@ -160,7 +157,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """Return the seconds of a sample, and the fixed ones of a pass: the least squares' slope, through the last size."""
+    """Return the seconds per sample and the fixed seconds per pass: least squares' slope, through the last size."""
     high, last = sizes[-1], seconds[-1]
     slope = statistics.linear_regression(sizes, seconds).slope if len(sizes) > 1 else last / high
     slope = min(max(slope, 0.5 * last / high), last / high)  # a pass is at most half fixed; noise may suggest otherwise
@@ -168,7 +165,7 @@ def line(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
 
 
 def shares(run: Callable[[], Tensor], parameters: Sequence[Tensor], device: torch.device) -> list[float]:
-    """Return each parameter's share of a backward pass: from the gradient that is ready before it to its own."""
+    """Return each parameter's share of a backward pass: from the previous gradient to its own."""
     times = [0.0] * len(parameters)
     for _ in range(PASSES):
         for index, each in ready(run(), parameters, device):
@@ -177,7 +174,7 @@ def shares(run: Callable[[], Tensor], parameters: Sequence[Tensor], device: torc
 
 
 def ready(loss: Tensor, parameters: Sequence[Tensor], device: torch.device) -> list[tuple[int, float]]:
-    """Run a backward pass. Return the parameters in the order of their gradients, with the seconds since the last."""
+    """Run a backward pass. Return the parameters in the order of their gradients, with the seconds between."""
     now, order, ends = clock(device), list[int](), list[Any]()
 
     def note(index: int) -> None:
@@ -196,7 +193,7 @@ def ready(loss: Tensor, parameters: Sequence[Tensor], device: torch.device) -> l
 
 
 def seeded(loss: Callable[[], Tensor], seed: int) -> float:
-    """Return a loss whose random numbers begin at this seed; two seeds differ with dropout."""
+    """Return a loss whose random numbers begin at this seed; with dropout, two seeds differ."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         return loss().item()
@@ -220,7 +217,7 @@ def saved_bytes(run: Callable[[], Any], module: torch.nn.Module) -> float:
 
 
 class Cut(NamedTuple):
-    """The parts between which a pipeline may cut a model, and what it sends; empty if it can't cut it."""
+    """The parts between which a pipeline may cut a model, and what it sends; empty if it can't be cut."""
 
     parts: Sequence[float] = ()  # share of the backward pass before the blocks, of each block, and after them
     part_of: Sequence[int] = ()  # the part of each trained parameter
@@ -229,7 +226,7 @@ class Cut(NamedTuple):
 
 
 def a_sample(saved: Mapping[int, float]) -> float:
-    """Return the bytes of a sample, by those of batches: autocast's copies of the weights are there once."""
+    """Return the bytes per sample, without constant ones such as autocast's copies of the weights."""
     (low, least), (high, most) = min(saved.items()), max(saved.items())
     return max(0.0, most - least) / (high - low) if high > low else most / high
 
@@ -237,8 +234,7 @@ def a_sample(saved: Mapping[int, float]) -> float:
 def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:
     """Return how a pipeline may cut the model: each block takes a tensor first, and returns one.
 
-    Args:
-        compute: The share of each of the trainer's parameters in the backward pass.
+    `compute` is the share of each of the trainer's parameters in the backward pass.
     """
     sizes: list[float] = []
 
@@ -254,8 +250,7 @@ def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:
         for block in blocks:
             stack.callback(block.register_forward_hook(look).remove)
         run()
-    usable = sizes and len(set(map(id, blocks))) == len(blocks) and math.isfinite(max(sizes))
-    if not usable:
+    if not sizes or len(set(map(id, blocks))) < len(blocks) or math.isinf(max(sizes)):
         return Cut()
     block_of = {id(p): number for number, block in enumerate(blocks, 1) for p in block.parameters()}
     ends = holders(trainer.module, blocks, Layout((0, 1), len(blocks), 2))
@@ -268,6 +263,5 @@ def cuts(trainer: Any, run: Callable[[], Any], compute: Sequence[float]) -> Cut:
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Return the bytes of parameters, gradients and optimizer state."""
     state = [v for values in trainer.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return sum(2 * p.nbytes for p in trainer.parameters) + sum(tensor.nbytes for tensor in state)

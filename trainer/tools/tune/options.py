@@ -3,48 +3,42 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from trainer.annotated import AtLeast, PositiveFloat, PositiveInt, check_fields
 from trainer.config.check import check_values
 from trainer.config.folders import CONF
 from trainer.config.schema import option_parameters
-from trainer.errors import ConfigError, nearest, require
+from trainer.errors import ConfigError, nearest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    budget_s: float = 600.0  # of the whole search, with the canary
+    budget_s: PositiveFloat = 600.0  # of the whole search, with the canary
     lossy: bool = False  # also callbacks that change the numbers, by time to loss
     apply: bool = False  # print the command that resumes the running job trainer.run_dir with the result
     without: list[str] = field(default_factory=list)  # callbacks that are never tried
     name: str | None = None  # of the result, conf/tuned/NAME.yaml; null: the recipe's name
-    steps: int = 20  # timed steps of a trial
-    warm: int = 3  # steps before them
-    pairs: int = 5  # of short runs in the canary: today's config, then the winner; 5 wins of 5 have a chance of 3 %
-    limit_s: float = 300.0  # of one trial; one that takes longer has failed
-    bound: float = 0.01  # largest relative difference of a lossy config's loss
+    steps: Annotated[int, AtLeast(2)] = 20  # timed steps of a trial
+    warm: PositiveInt = 3  # steps before them
+    # Pairs of short runs in the canary: today's config, then the winner. By chance, 5 of 5 are won at 3 %.
+    pairs: Annotated[int, AtLeast(5)] = 5
+    limit_s: PositiveFloat = 300.0  # of one trial; one that takes longer has failed
+    bound: PositiveFloat = 0.01  # largest relative difference of a lossy config's loss
 
     def __post_init__(self) -> None:
-        for key in ("budget_s", "limit_s", "bound"):
-            require(f"tune.{key}", getattr(self, key), above=0)
-        for key, least in (("steps", 2), ("warm", 1), ("pairs", 5)):
-            require(f"tune.{key}", getattr(self, key), at_least=least)
+        check_fields(self, "tune.")
         known = {path.stem for path in (CONF / "callbacks").glob("*.yaml")}
-        for name in self.without:
-            if name not in known:
-                raise ConfigError(f"tune.without={name}: no such callback; {nearest(name, known)}")
+        for name in set(self.without) - known:
+            raise ConfigError(f"tune.without={name}: no such callback; {nearest(name, known)}")
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ConfigError(f"tune.name={self.name}: must be the name of a file: letters, digits, '.', '-' and '_'")
 
 
 def read_options(arguments: Sequence[str]) -> tuple[TuneOptions, list[str]]:
-    """Return the settings of the search, and the arguments of the run.
-
-    Raises:
-        ConfigError: A key under `tune` is unknown, or its value is of another type or out of range.
-    """
+    """Return the settings of the search, and the arguments of the run."""
     from omegaconf import OmegaConf
 
     own = [word.lstrip("+") for word in arguments if re.match(r"\+{0,2}tune\.", word)]

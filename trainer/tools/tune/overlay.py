@@ -22,42 +22,29 @@ CLASSES = (10e6, 100e6, 1e9, 2.5e9, 10e9, 25e9, 40e9, 100e9, 200e9, 400e9, 800e9
 def overlay(config: Mapping[str, Any], choice: Choice, tuned: Tuned, evidence: Sequence[str]) -> str:
     """Return the text of the overlay that turns today's config into that of the choice.
 
-    New callbacks have all their knobs: a list of defaults would give way to the list `+callbacks=[...]` of a command.
+    New callbacks have all their knobs: a list of defaults would yield to a command's list `+callbacks=[...]`.
     """
-    content: dict[str, Any] = {}
-    known = config["callbacks"]
-    if knobs := {
-        name: {**({} if name in known else defaults(name) or {}), **own} for name, own in choice.callbacks.items()
-    }:
-        content["callbacks"] = {name: own for name, own in knobs.items() if own}
+    content, known = OmegaConf.create(), config["callbacks"]
+    if choice.callbacks:
+        knobs = {
+            name: {**({} if name in known else defaults(name) or {}), **own} for name, own in choice.callbacks.items()
+        }
+        content.callbacks = {name: own for name, own in knobs.items() if own}
     for key, value in choice.settings.items():
-        *path, last = key.split(".")
-        at = content
-        for part in path:
-            at = at.setdefault(part, {})
-        at[last] = value
-    content["tuned"] = dataclasses.asdict(tuned)
+        OmegaConf.update(content, key, value, force_add=True)
+    content.tuned = dataclasses.asdict(tuned)
     comments = "".join(f"# {printable(line)}\n" for line in evidence)
-    return f"# @package _global_\n{comments}{OmegaConf.to_yaml(OmegaConf.create(content))}"
+    return f"# @package _global_\n{comments}{OmegaConf.to_yaml(content)}"
 
 
 def refuse_others(folder: Path, name: str) -> None:
-    """Refuse to replace a config that somebody else has written.
-
-    Raises:
-        ConfigError: conf/tuned/NAME.yaml is no result of a search.
-    """
+    """Refuse to replace a file that is not the result of a search."""
     path = folder / "tuned" / f"{name}.yaml"
     if os.path.lexists(path) and not (path.is_file() and re.search(rb"(?m)^tuned:$", path.read_bytes())):
         raise ConfigError(f"{path}: is a file that Echelon did not write; give another tune.name")
 
 
 def write(folder: Path, name: str, text: str) -> Path:
-    """Write conf/tuned/NAME.yaml in a folder of configs.
-
-    Raises:
-        ConfigError: The folder can't be written.
-    """
     path = folder / "tuned" / f"{name}.yaml"
     try:
         write_whole(path, text.encode())
@@ -67,7 +54,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def link_class(link: Link, ranks: int) -> str:
-    """Return the class of network that a link's rate belongs to: the lowest that is not below it by a tenth."""
+    """Return the class of network that a link's rate belongs to: the lowest that it exceeds by at most a tenth."""
     rate = link.bytes_per_s * 8
     if ranks == 1:
         return "none"
@@ -78,5 +65,4 @@ def link_class(link: Link, ranks: int) -> str:
 
 
 def file_name(recipe: str) -> str:
-    """Return the name of the result for a recipe."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(recipe)).strip("-.") or "run"

@@ -1,4 +1,4 @@
-"""Tries the most promising choices until no prediction beats what was measured, or the time is over."""
+"""Tries the most promising choices until no prediction beats the best measurement, or the time is over."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ OVER = "the budget is over"
 
 @dataclass(frozen=True)
 class Tried:
-    """A trial. `predicted_s` is from before it; `step_s` is None if it failed, for the reason `error`."""
+    """A trial. `predicted_s` predates it; `step_s` is None if it failed, for the reason `error`."""
 
     choice: Choice
     predicted_s: float
@@ -33,30 +33,23 @@ class Tried:
 
     @property
     def miss(self) -> float:
-        """Return the prediction's error as a share of the measurement."""
+        """The prediction's error, relative to the measurement."""
         assert self.step_s is not None
         return self.predicted_s / self.step_s - 1
 
 
 @dataclass
 class Search:
-    """A search among `choices`, from the trial of today's config on.
-
-    Args:
-        measure: Runs a trial: the seconds of a step, and those of the score.
-        time_left: Returns the seconds left for trials.
-        note: Takes each trial when it is over.
-        tried: Trials before, of an interrupted search too; the first is today's config.
-    """
+    """A search among `choices`, starting from the trial of today's config."""
 
     model: Model
     choices: Sequence[Choice]
-    measure: Callable[[Choice], tuple[float, float]]
-    time_left: Callable[[], float]
-    note: Callable[[Tried, Model], Any]
+    measure: Callable[[Choice], tuple[float, float]]  # runs a trial: seconds of a step, score
+    time_left: Callable[[], float]  # for trials
+    note: Callable[[Tried, Model], Any]  # called with each finished trial
     cost_s: Callable[[], float]  # of a trial, apart from its steps
     steps: Callable[[Choice], int]  # of its trial
-    tried: list[Tried]
+    tried: list[Tried]  # earlier trials, including an interrupted search's; the first is today's config
 
     def run(self) -> tuple[Tried, str]:
         """Return the best trial, and why the search ended."""
@@ -90,17 +83,18 @@ class Search:
         return min((t for t in self.tried if t.score_s is not None), key=lambda t: t.score_s or 0.0)
 
     def _ranked(self) -> list[tuple[float, float, Choice]]:
-        """Return the choices that are left with their hoped-for score and predicted step, the best first."""
+        """Return the remaining choices with their hoped-for score and predicted step, the best first."""
         doubt, (limit, over) = min(DOUBT, self._spread()), self._memory_limit()
         failed = [t.choice for t in self.tried if t.error and t not in over]
-        known, blamed, found = self._tried_names(), self._blamed(failed), []
+        measured = {name for t in self.tried for name in (*t.choice.callbacks, *unseen(t.choice))}
+        blamed, found = self._blamed(failed), []
         for choice in self.choices:
             if self._ruled_out(choice, failed, blamed) or not self._recomputes_for_a_reason(choice, limit):
                 continue
             predicted = self.model.predict(choice)
             if predicted.memory_bytes >= limit:
                 continue
-            unknown = unmodelled(predicted.unknown) - known
+            unknown = {word.partition(": ")[0].removeprefix("callbacks.") for word in predicted.unknown} - measured
             hoped_s = HOPE * predicted.parts["compute"] if unknown & choice.callbacks.keys() else 0.0
             hoped_s += HOPE * predicted.parts["communication"] if unknown & set(unseen(choice)) else 0.0
             score_s = (predicted.step_s - hoped_s) * self._slowdown(choice) * (1 - doubt)
@@ -108,7 +102,7 @@ class Search:
         return sorted(found, key=lambda item: item[0])
 
     def _memory_limit(self) -> tuple[float, list[Tried]]:
-        """Return the predicted bytes from which on a choice does not fit, and the trials that had more than fits.
+        """Return the predicted bytes from which on a choice does not fit, and the trials beyond them.
 
         The machine may report its memory. A trial that ran out of memory also bounds it, if its choice is predicted to
         take more than every one that ran.
@@ -123,7 +117,7 @@ class Search:
         return self.model.predict(choice).memory_bytes
 
     def _recomputes_for_a_reason(self, choice: Choice, limit: float) -> bool:
-        """Return whether the choice recomputes nothing, or would not fit without: recomputing only takes time."""
+        """Return whether the choice recomputes nothing, or would not fit otherwise: recomputing costs time."""
         plain = {name: knobs for name, knobs in choice.callbacks.items() if kinds()[name].role != Role.RECOMPUTE}
         if len(plain) == len(choice.callbacks):
             return True
@@ -132,7 +126,7 @@ class Search:
         return self._bytes(Choice(plain, choice.settings)) >= limit
 
     def _ruled_out(self, choice: Choice, failed: Sequence[Choice], blamed: Set[tuple[str, Any]]) -> bool:
-        """Return whether the choice was tried or adds to a failed one, or its family or a setting has failed twice."""
+        """Return whether the choice was tried or extends a failed one, or its family or a setting has failed twice."""
         more = any(one.callbacks.items() <= choice.callbacks.items() and one.settings.items() <= choice.settings.items()
                    for one in failed)  # fmt: skip
         alike = [one for one in failed if one.callbacks and self.model.family(one) == self.model.family(choice)]
@@ -140,17 +134,13 @@ class Search:
         return more or len(alike) >= 2 or tried or not blamed.isdisjoint(choice.settings.items())
 
     def _blamed(self, failed: Sequence[Choice]) -> Set[tuple[str, Any]]:
-        """Return the settings that two choices had which failed, and none that ran."""
+        """Return the settings of at least two failed choices that no successful one had."""
         ran = {item for t in self.tried if t.step_s for item in t.choice.settings.items()}
         times = Counter(item for one in failed for item in one.settings.items())
         return {item for item, count in times.items() if count >= 2 and item not in ran and item[0] != "accumulate"}
 
-    def _tried_names(self) -> set[str]:
-        """Return the callbacks and the settings of NCCL that trials had: their effect is no hope any more."""
-        return {name for t in self.tried for name in (*t.choice.callbacks, *unseen(t.choice))}
-
     def _slowdown(self, choice: Choice) -> float:
-        """Return how many more steps this family has needed for the same loss in trials; 1 before its first."""
+        """Return how many times the steps this family needed for the same loss; 1 before its first trial."""
         name = self.model.family(choice)
         known = [
             t.score_s / t.step_s
@@ -166,16 +156,10 @@ class Search:
 
 
 def simplest(ranked: Sequence[tuple[float, float, Choice]]) -> tuple[float, float, Choice]:
-    """Return the entry that changes least among those that promise as much as the first; of equals, the first."""
+    """Return the entry that changes least among those as promising as the first; on a tie, the first."""
     alike = [entry for entry in ranked if entry[0] <= ranked[0][0] * (1 + ALIKE)]
     return min(alike, key=lambda entry: len(entry[2].callbacks) + len(entry[2].settings))
 
 
-def unmodelled(unknown: Sequence[str]) -> set[str]:
-    """Return the callbacks and settings whose effect the model leaves out."""
-    return {word.partition(": ")[0].removeprefix("callbacks.") for word in unknown}
-
-
 def ran_out(error: str) -> bool:
-    """Return whether a trial failed for a lack of memory."""
     return any(words in error for words in OUT_OF_MEMORY)

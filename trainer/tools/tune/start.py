@@ -1,4 +1,4 @@
-"""Starts the processes of a tool that trains for a moment: a team of ranks, and the first process that leads it."""
+"""Starts the processes of a tool that trains briefly: a team of ranks, and the first process, which leads it."""
 
 import gc
 import importlib
@@ -23,11 +23,7 @@ COMPILED = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # folders of code th
 
 
 def one_job(words: list[str], tool: str) -> Job | None:
-    """Return the checked run that the arguments describe, and print its messages; None if Hydra has shown something.
-
-    Raises:
-        ConfigError: They describe several runs, or a wrong one.
-    """
+    """Return the checked run that the arguments describe, and print its messages; None if Hydra showed something."""
     jobs = compose(words, [CONF, *config_dirs(words)])
     if len(jobs) > 1:
         raise ConfigError(f"-m: gives {len(jobs)} runs, and {tool} takes one; leave -m out")
@@ -38,7 +34,7 @@ def one_job(words: list[str], tool: str) -> Job | None:
 
 
 def prepare() -> None:
-    """Set this process up as `trainer.main` does before torch loads. A signal gives processes and files back."""
+    """Set this process up as `trainer.main` does before torch loads. A signal ends it with clean-up."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     raise_file_limit()
@@ -51,17 +47,17 @@ def prepare() -> None:
 
 
 def stop(number: int, _: object) -> None:
-    """End by a signal: what holds processes and files gives them back."""
+    """Exit through the `finally` blocks that end processes and remove files."""
     raise SystemExit(128 + number)
 
 
 def run_team(
     config: dict[str, Any], work: Callable[[dict[str, Any], Place], dict[str, Any]], lead: Callable[[Any], int]
 ) -> int:
-    """Make a team of the config's ranks, or join a launcher's. Return what `lead` returns; 0 on other processes.
+    """Form a team of the config's ranks, or join a launcher's. Return the result of `lead`; 0 on other processes.
 
     Args:
-        work: Runs an order on one rank, and returns its result as JSON values.
+        work: Runs a task on one rank, and returns its result as JSON values.
         lead: Called with the team on its first process.
     """
     from trainer.tools.tune.team import Team
@@ -76,7 +72,7 @@ def run_team(
         team = Team(place, temporary, work)
         try:
             if not team.leads:
-                team.obey()
+                team.serve()
                 return 0
             return lead(team)
         finally:

@@ -1,7 +1,8 @@
-"""Runs trials in processes of their own: a fork for each rank, which a failure, a hang or a lack of memory ends alone.
+"""Runs trials in separate processes, a fork per rank, so that a failure, a hang or a lack of memory only ends them.
 
 Without a launcher, one process forks all ranks of this machine. Under a launcher, each process forks its own rank, and
-obeys the first one over the launcher's store. The ranks of a trial then meet at a new port of the first machine.
+the first one sends the tasks over the launcher's store. The ranks of a trial then meet at a new port of the first
+machine.
 """
 
 import contextlib
@@ -36,22 +37,16 @@ LAUNCHERS_OWN += ("TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE")  # 
 
 
 class TrialFailed(Exception):
-    """A trial that gave no result, in one line."""
+    """A trial without a result; the message is one line."""
 
 
 @dataclass
 class Team:
-    """The ranks of a search.
+    """The ranks of a search."""
 
-    Args:
-        place: The first rank that this process forks; `place.starts` means all of its node.
-        folder: For temporary files of the trials; private to this process unless ranks share a machine.
-        work: Runs one order on one rank, and returns its result.
-    """
-
-    place: Place
-    folder: Path
-    work: Callable[[Any, Place], Answer]
+    place: Place  # the first rank that this process forks; `place.starts` means all of its node
+    folder: Path  # for temporary files of the trials; private to this process unless ranks share a machine
+    work: Callable[[Any, Place], Answer]  # runs one task on one rank, and returns its result
     store: Any = None  # of the launcher's processes; None: this process forks all ranks
     number: int = 0  # of the trial
 
@@ -65,17 +60,17 @@ class Team:
     def leads(self) -> bool:
         return self.place.rank == 0
 
-    def run(self, order: dict[str, Any], limit_s: float) -> list[Answer]:
-        """Run an order on all ranks, and return the results by rank. For the first process alone.
+    def run(self, task: dict[str, Any], limit_s: float) -> list[Answer]:
+        """Run a task on all ranks, and return the results by rank. For the first process alone.
 
         Raises:
-            TrialFailed: The order failed on a rank, or took longer than `limit_s`.
+            TrialFailed: The task failed on a rank, or took longer than `limit_s`.
         """
         self.number += 1
         if self.store is not None:
-            order = {**order, "port": free_port()}
-            self.store.set(f"order-{self.number}", json.dumps([order, limit_s]))
-        answers = self._run_own(order, limit_s)
+            task = {**task, "port": free_port()}
+            self.store.set(f"task-{self.number}", json.dumps([task, limit_s]))
+        answers = self._run_own(task, limit_s)
         for rank in set(range(self.place.world)) - set(self.own):
             assert self.store is not None
             try:
@@ -89,39 +84,37 @@ class Team:
             raise TrialFailed(f"rank {rank}: {failed[rank]['error']}" if self.place.world > 1 else failed[0]["error"])
         return [answers[rank] for rank in sorted(answers)]
 
-    def obey(self) -> None:
-        """Run the orders of the first process until it says the end, or has ended."""
+    def serve(self) -> None:
+        """Run the first process's tasks until it sends the end, or has ended."""
         while True:
             self.number += 1
             try:
-                self.store.wait([f"order-{self.number}"], FOREVER)
-                word = json.loads(self.store.get(f"order-{self.number}"))
+                self.store.wait([f"task-{self.number}"], FOREVER)
+                message = json.loads(self.store.get(f"task-{self.number}"))
             except RuntimeError:  # the first process has ended
                 return
-            if word is None:
+            if message is None:
                 self.store.set(f"left-{self.place.rank}", "")
                 return
-            for rank, answer in self._run_own(*word).items():
+            for rank, answer in self._run_own(*message).items():
                 self.store.set(f"answer-{self.number}-{rank}", json.dumps(answer))
 
     def close(self) -> None:
-        """Let the processes of other ranks go."""
+        """Release the processes of other ranks."""
         if self.store is not None and self.leads:
             with contextlib.suppress(RuntimeError):
-                self.store.set(f"order-{self.number + 1}", json.dumps(None))
+                self.store.set(f"task-{self.number + 1}", json.dumps(None))
                 others = [f"left-{rank}" for rank in range(0, self.place.world, len(self.own)) if rank not in self.own]
                 self.store.wait(others, timedelta(seconds=TRIAL_PEERS_S))  # the store ends with this process
 
-    def _run_own(self, order: dict[str, Any], limit_s: float) -> dict[int, Answer]:
+    def _run_own(self, task: dict[str, Any], limit_s: float) -> dict[int, Answer]:
         """Fork this process's ranks, and wait for all; kill them if one fails anywhere, or at the limit."""
-        answers: dict[int, Answer] = {}
-        end = time.monotonic() + limit_s
-        late = f"no end within {limit_s:g} s"
+        answers, end, late = dict[int, Answer](), time.monotonic() + limit_s, f"no end within {limit_s:g} s"
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             private = Path(name)
 
             def start(place: Place) -> Process:
-                return fork(place, partial(self._be, order, private), self.folder / f"rank{place.rank}.log")
+                return fork(place, partial(self._run_rank, task, private), self.folder / f"rank{place.rank}.log")
 
             with Pool(self.place, private, start) as pool:
                 for codes in pool.watch():
@@ -136,23 +129,20 @@ class Team:
 
     def _failed(self, answers: dict[int, Answer]) -> bool:
         """Return whether a rank has failed anywhere, and report it to the others."""
-        key = f"failed-{self.number}"
         own = any("error" in answer for answer in answers.values())
-        if self.store is None:
-            return own
-        if own:
-            self.store.set(key, "")
-        return own or self.store.check([key])
+        if own and self.store is not None:
+            self.store.set(f"failed-{self.number}", "")
+        return own or (self.store is not None and self.store.check([f"failed-{self.number}"]))
 
-    def _be(self, order: dict[str, Any], private: Path, place: Place) -> int:
-        """Be a rank: run the order and leave the answer."""
+    def _run_rank(self, task: dict[str, Any], private: Path, place: Place) -> int:
+        """Run the task as a rank, in the fork, and write the answer."""
         try:
             if not place.store:
-                os.environ["MASTER_PORT"] = str(order["port"])
+                os.environ["MASTER_PORT"] = str(task["port"])
             for name in LAUNCHERS_OWN:
                 os.environ.pop(name, None)
             torch.set_num_threads(int(threads_of(place.local_world)))
-            answer = self.work(order, place)
+            answer = self.work(task, place)
         except BaseException as error:
             answer = {"error": in_a_line(error), "of_peer": in_collective(error)}
         (private / f"answer-{place.rank}").write_text(json.dumps(answer))
@@ -160,7 +150,6 @@ class Team:
 
 
 def read_answer(private: Path, rank: int, code: int) -> Answer:
-    """Return the answer of a rank that has ended."""
     answer = private / f"answer-{rank}"
     if code == 0 and answer.exists():
         return json.loads(answer.read_text())
@@ -170,30 +159,22 @@ def read_answer(private: Path, rank: int, code: int) -> Answer:
 
 
 def open_store(place: Place) -> Any:
-    """Open the store over which the launcher's processes meet: one of each node, or of each rank.
-
-    Raises:
-        ConfigError: The launcher has set no address.
-    """
+    """Open the store shared by the launcher's processes: one per node, or one per rank."""
     each = place.local_world if place.starts else 1
     try:
-        store, _, _ = next(
-            dist.rendezvous("env://", place.rank // each, place.world // each, timeout=timedelta(minutes=5))
-        )
-        return store
+        found = dist.rendezvous("env://", place.rank // each, place.world // each, timeout=timedelta(minutes=5))
+        return next(found)[0]
     except ValueError as error:
         raise ConfigError(f"{place.launcher}: {error}; start tune by torchrun or srun, or without a launcher") from None
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return an error as one line."""
     if isinstance(error, tuple(EXIT_CODES)):
         return printable(str(error))
     if is_out_of_memory(error):

@@ -28,7 +28,7 @@ class Curve(NamedTuple):
 
 
 def fit(losses: Sequence[float | None]) -> Curve | None:
-    """Fit a curve by least squares; None for fewer than `FEWEST` steps, and for a loss that is not finite."""
+    """Fit a curve by least squares; None for fewer than `FEWEST` steps, or losses that are not finite."""
     values = np.array([math.nan if loss is None else loss for loss in losses], dtype=float)
     if len(values) < FEWEST or not np.isfinite(values).all():
         return None
@@ -43,11 +43,10 @@ def fit(losses: Sequence[float | None]) -> Curve | None:
 
 
 def slowdown(exact: Sequence[float | None], lossy: Sequence[float | None]) -> float:
-    """Return the steps that lossy training takes for each step of exact training, at the loss at the lossy run's end.
+    """Return the steps of lossy training per step of exact training, at the loss at the lossy run's end.
 
-    The ratio is at least 1: a short run that is ahead by chance proves no gain. The exact curve is read within its
-    measured steps, not beyond. Infinity stands for a loss that is not finite, and for runs
-    that are too short to decide.
+    The ratio is at least 1, because a short run that is ahead by chance proves no gain. The exact curve is read within
+    its measured steps. Infinity means that a loss is not finite, or that the runs are too short to decide.
     """
     base, own = fit(exact), fit(lossy)
     if base is None or own is None:
@@ -60,13 +59,12 @@ def slowdown(exact: Sequence[float | None], lossy: Sequence[float | None]) -> fl
 
 
 def noise(losses: Sequence[float | None], curve: Curve) -> float:
-    """Return the standard error of the fitted loss."""
     errors = [(loss or 0.0) - curve.at(step) for step, loss in enumerate(losses)]
     return math.sqrt(sum(error**2 for error in errors) / max(1, len(errors) - 3) / len(errors))
 
 
 def difference(one: Sequence[float | None], other: Sequence[float | None]) -> float:
-    """Return the largest relative difference of two loss curves; infinity where only one has a finite loss."""
+    """Return the largest relative difference of two loss curves; infinity where only one is finite."""
     worst = 0.0
     for a, b in zip(one, other):
         if a is None and b is None:

@@ -1,4 +1,4 @@
-"""One short run of a config on one rank: the seconds of each step, the losses, the memory; nothing else is kept."""
+"""Makes one short run of a config on one rank, and returns step times, losses and memory; nothing else is kept."""
 
 import itertools
 import resource
@@ -26,16 +26,11 @@ PHASES = ("step", *(phase.name.lower() for phase in Phase))
 
 
 class Over(Exception):
-    """The end of a trial's steps: no validation and no checkpoint follow."""
+    """Ends a trial after its steps, without validation and checkpoint."""
 
 
 class Stopwatch(Callback):
-    """Times the steps of a trial, and ends it.
-
-    Args:
-        warm: Steps before the timed ones.
-        steps: Timed steps.
-    """
+    """Times the steps of a trial, and ends it. The first `warm` steps are not timed."""
 
     role = Role.MEASURE
 
@@ -45,10 +40,8 @@ class Stopwatch(Callback):
         self.sums: list[tuple[Tensor, int]] = []  # of each step: the loss times its items, the items
         self.waits: list[float] = []  # for data
         self.worked: list[float] = []  # of these, processor seconds
-        self.phases: list[dict[str, float]] = []  # of logged steps: the seconds of each phase, by step_timer
-        self.spreads: list[
-            float
-        ] = []  # of the same: seconds by which the slowest rank computes longer than the fastest
+        # Of logged steps, by step_timer: the seconds of each phase, and the slowest rank's compute less the fastest's.
+        self.phases, self.spreads = list[dict[str, float]](), list[float]()
         self.result: dict[str, Any] = {}
 
     def wrap_batches(self, trainer, steps: Iterator[Step]) -> Iterator[Step]:
@@ -95,13 +88,13 @@ class Stopwatch(Callback):
 
 
 def weigh(losses: list[Tensor], weights: list[int]) -> tuple[Tensor, int]:
-    """Return the sum of the losses times their items, and the items, without a wait for the device."""
+    """Return the sum of the losses times their items, and the items, without waiting for the device."""
     parts = [loss.detach().float() * weight for loss, weight in zip(losses, weights, strict=True)]
     return torch.stack([part.reshape(()) for part in parts]).sum() if parts else torch.zeros(()), sum(weights)
 
 
 def clock(device: torch.device) -> Callable[[], Any]:
-    """Return a function that notes the time: by the device's own clock on a GPU, which nobody waits for."""
+    """Return a function that records the time; on a GPU by CUDA events, without waiting."""
     if device.type != "cuda":
         return time.perf_counter
 
@@ -114,7 +107,6 @@ def clock(device: torch.device) -> Callable[[], Any]:
 
 
 def seconds_between(ends: list[Any]) -> list[float]:
-    """Return the seconds from each note of `clock` to the next."""
     if isinstance(ends[0], float):
         return [end - before for before, end in itertools.pairwise(ends)]
     torch.cuda.synchronize()
@@ -122,25 +114,24 @@ def seconds_between(ends: list[Any]) -> list[float]:
 
 
 def peak_bytes(device: torch.device) -> float:
-    """Return the most memory so far: of tensors on a GPU, of the whole process on a CPU."""
+    """Return the peak memory: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def advice(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the findings of the run's advice: `name`, `text`, the `rank` if it is of one, and the answer, `config`."""
+    """Return the findings of the run's advice: `name`, `text`, `config`, and the `rank` if it concerns one."""
     lines = read(run_dir / "advice.jsonl").values()
     return [{key: line.get(key) for key in ("name", "text", "rank", "config")} for line in lines]
 
 
 def mean_of(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean seconds of each phase; nothing without a logged step."""
     return {name: statistics.mean(each[name] for each in phases) for name in PHASES} if phases else {}
 
 
 def run_trial(config: dict[str, Any], place: Place, warm: int, steps: int) -> dict[str, Any]:
-    """Train `warm` and `steps` steps of a config on this rank, and return what was measured."""
+    """Train `warm` and then `steps` steps of a config on this rank, and return what was measured."""
     components = build_components(config)
     watch = components["callbacks"][OWN] = Stopwatch(warm, steps)
     trainer = Trainer(**components, place=place, name=OWN)
@@ -153,7 +144,6 @@ def run_trial(config: dict[str, Any], place: Place, warm: int, steps: int) -> di
 
 
 def ends_early(watch: Stopwatch) -> ConfigError:
-    """Return the error of a run that has ended before a step was timed."""
     text = f"the run ends after {len(watch.ends)} step(s), before one is timed"
     return ConfigError(f"tune.warm: {text}; give a smaller one, or a run with more steps")
 

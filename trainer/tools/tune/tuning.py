@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer.callback import Role
@@ -33,36 +33,34 @@ from trainer.tools.tune.workload import make_workload, with_phases, without_reco
 SLOWEST = 10  # times as long as today's trial, from which on a trial counts as hung
 
 
+@dataclass
 class Tuning:
-    """A search for a faster config of one run.
+    """A search for a faster config of one run."""
 
-    Args:
-        config: Today's.
-        team: The ranks.
-        journal: What an interrupted search has done, and what this one does.
-        say: Takes lines for the user.
-    """
+    config: dict[str, Any]  # today's
+    options: TuneOptions
+    team: Team
+    journal: Journal  # of an interrupted search, and of this one
+    say: Callable[[str], Any]  # prints a line for the user
+    cuda: bool = False  # known with the links
+    batch_norm: bool = False  # known with the passes: the numbers depend on the micro-batch
+    began: float = field(default_factory=time.monotonic)
+    walls: list[float] = field(default_factory=list)  # seconds of trials outside their timed steps
+    today: dict[str, Any] = field(default_factory=dict)
+    wholes: dict[str, Choice] = field(default_factory=dict)  # by callbacks and micro-batch, asked for repeatedly
+    number: int = 0
+    search: Search = field(init=False)
+    why: str = ""  # the search ended
 
-    def __init__(
-        self, config: dict[str, Any], options: TuneOptions, team: Team, journal: Journal, say: Callable[[str], Any]
-    ) -> None:
-        self.config, self.options, self.team, self.journal, self.say = config, options, team, journal, say
-        self.cuda = False  # known with the links
-        self.batch_norm = False  # known with the passes: the numbers depend on the micro-batch
-        self.place, self.began = team.place, time.monotonic()
-        self.walls: list[float] = []  # seconds of trials outside their timed steps
-        self.today: dict[str, Any] = {}
-        self.wholes: dict[str, Choice] = {}  # by callbacks and micro-batch: a search asks again and again
-        self.number = 0
-        self.search: Search
-        self.why = ""  # the search ended
+    def __post_init__(self) -> None:
+        self.place = self.team.place
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began
 
     def run(self) -> tuple[Choice, Verdict | None, Tuned, list[str]]:
-        """Search; return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
+        """Return the best choice, its verdict if it is not today's config, the machine, and the evidence."""
         model, random, tuned, listed = self.measure()
         self.search = search = self._search(model, listed)
         best, self.why = search.run()
@@ -75,14 +73,7 @@ class Tuning:
         return best.choice, verdict, tuned, self._evidence(best, verdict, search.tried)
 
     def _once(self, event: str, failed: str, run: Callable[[], Any]) -> Any:
-        """Return the result that the journal has, or that of `run`.
-
-        Args:
-            failed: Says what did not work, for the error.
-
-        Raises:
-            ConfigError: The run gave no result.
-        """
+        """Return the journal's result of this event, or else run it. `failed` begins the error's message."""
         if known := self.journal.all(event):
             return known[0]["result"]
         try:
@@ -90,14 +81,14 @@ class Tuning:
         except TrialFailed as error:
             raise ConfigError(f"{failed}: {error}") from None
 
-    def _order(self, kind: str, config: dict[str, Any], limit_s: float, **more: Any) -> list[dict[str, Any]]:
+    def _run_task(self, kind: str, config: dict[str, Any], limit_s: float, **more: Any) -> list[dict[str, Any]]:
         self.number += 1
         made = of_trial(config, self.team.folder, self.number, limit_s, more.get("warm", 0) + more.get("steps", 0))
-        order = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
-        return self.team.run(order, limit_s)
+        task = {"kind": kind, "config": made, "folder": str(self.team.folder), **more}
+        return self.team.run(task, limit_s)
 
     def length(self, choice: Choice) -> tuple[int, int]:
-        """Return the steps of a trial before the timed ones, and the timed ones: whole periods of synchronisation."""
+        """Return a trial's warm-up and timed steps, in whole periods of synchronisation."""
         period = self._period(choice)
         warm, steps = math.ceil(self.options.warm / period) * period, math.ceil(self.options.steps / period) * period
         if (most := self.config["trainer"]["max_steps"]) is not None:  # of a short run, as in an example
@@ -109,58 +100,42 @@ class Tuning:
         return max((cost.every for cost in costs_of(callbacks, allow).values() if cost), default=1)
 
     def run_trial(self, choice: Choice) -> dict[str, Any]:
-        """Run a trial of a choice.
-
-        Raises:
-            TrialFailed: It gave no result.
-        """
+        """Run a trial of a choice. Raises TrialFailed if it gives no result."""
         (warm, steps), period = self.length(choice), self._period(choice)
         refuse_part(steps, period)
         began, limit_s = time.monotonic(), self.options.limit_s
         if self.today and not any(kinds()[name].role == Role.COMPILE for name in choice.callbacks):
             limit_s = min(limit_s, max(TRIAL_LEAST_S, SLOWEST * self.today["wall_s"]))
-        answers = self._order("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
+        answers = self._run_task("trial", merge(self.config, choice), limit_s, warm=warm, steps=steps)
         refuse_part(len(answers[0]["times"]), period)  # the end of a run that is resumed is nearer
         step_s, wall_s = max(step_seconds(answer["times"], period) for answer in answers), time.monotonic() - began
         self.walls.append(max(0.0, wall_s - (warm - self.options.warm + len(answers[0]["times"])) * step_s))
-        return {
-            "step_s": step_s,
-            "wall_s": wall_s,
-            "losses": answers[0]["losses"],
-            "precision": answers[0]["precision"],
-            "memory_bytes": max(answer["memory_bytes"] for answer in answers),
-            "advice": answers[0]["advice"],
-            "phases": answers[0]["phases"],
-            "spread_s": answers[0]["spread_s"],
-        }
+        first = {key: answers[0][key] for key in ("losses", "precision", "advice", "phases", "spread_s")}
+        memory_bytes = max(answer["memory_bytes"] for answer in answers)
+        return {"step_s": step_s, "wall_s": wall_s, "memory_bytes": memory_bytes, **first}
 
     def measure(self) -> tuple[Model, bool, Tuned, list[Choice]]:
-        """Measure today's config, the machine and the workload.
-
-        Returns:
-            The model, whether losses draw random numbers, the machine, and the choices.
-        """
+        """Return the model, whether losses draw random numbers, the machine, and the choices."""
         self.today = self._once("today", "today's config does not run", lambda: self.run_trial(NOTHING))
         self.say(f"today      {self.today['step_s']:.4g} s a step, memory {gib(self.today['memory_bytes'])}")
         limit_s, warm = self.options.limit_s, self.options.warm
         steps = profile_steps(self.options, self.today["step_s"])
 
         def links() -> list[dict[str, Any]]:
-            return self._order("links", self.config, limit_s, lossy=self.options.lossy)
+            return self._run_task("links", self.config, limit_s, lossy=self.options.lossy)
 
         seen = self._once("links", "the links between ranks can't be measured", links)
         self.cuda, machine = seen[0]["gpu"] is not None, make_machine(seen, self.place)
 
         def work() -> list[dict[str, Any]]:
             try:
-                return self._order("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
+                return self._run_task("profile", alone(self.config, self.place.world), limit_s, warm=warm, steps=steps)
             except TrialFailed as error:
                 if not (ran_out(str(error)) and self.today["phases"]):
                     raise
-                self.say(
-                    f"passes     those of today's short run, since a rank alone can't run the whole model: {error}"
-                )
-                return [self._outlined(each, machine) for each in self._order("outline", self.config, limit_s)]
+                why = "since a rank alone can't run the whole model"
+                self.say(f"passes     those of today's short run, {why}: {error}")
+                return [self._outlined(each, machine) for each in self._run_task("outline", self.config, limit_s)]
 
         answers = self._once("profile", "the passes of a rank alone, with the whole model, can't be measured", work)
         for text in dict.fromkeys(text for answer in answers for text in answer.get("failed", ())):
@@ -184,9 +159,8 @@ class Tuning:
         lossy, blocks = self.options.lossy, min(answer["blocks"] for answer in answers)
         self.batch_norm = any(answer["batch_norm"] for answer in answers)
         if self.batch_norm and self._is_exact(NOTHING) and not lossy:
-            self.say(
-                "choices    no other micro-batch, since it changes BatchNorm's numbers; tune.lossy=true tries some"
-            )
+            why = "since it changes BatchNorm's numbers"
+            self.say(f"choices    no other micro-batch, {why}; tune.lossy=true tries some")
         return candidates(self.config, self.place, lossy, self.options.without, blocks, backend, self.batch_norm)
 
     def _outlined(self, found: dict[str, Any], machine: Machine) -> dict[str, Any]:
@@ -195,7 +169,7 @@ class Tuning:
         return with_phases(found, self.today["phases"], setup)
 
     def _whole(self, choice: Choice) -> Choice:
-        """Return all that the cost model reads of today's config with a choice."""
+        """Return everything that the cost model reads of today's config with a choice."""
         cut = {key: value for key, value in choice.settings.items() if key in ("micro_batch", "accumulate")}
         others = {key: value for key, value in choice.settings.items() if key not in cut}
         key = repr((choice.callbacks, cut))
@@ -226,24 +200,24 @@ class Tuning:
 
     @property
     def canary_s(self) -> float:
-        """Return the seconds that the canary will take with the best choice so far."""
+        """The seconds that the canary would take with the best choice so far."""
         trials = ((NOTHING, self.today["step_s"]), (self.search.best.choice, self.search.best.step_s or 0.0))
         return self.options.pairs * sum(self.cost_s + self._steps(choice) * step_s for choice, step_s in trials)
 
     def _steps(self, choice: Choice) -> int:
-        """Return the steps of a trial in addition to the usual warm-up, whose seconds are in `cost_s`."""
+        """Return a trial's steps beyond the usual warm-up, whose seconds are in `cost_s`."""
         warm, steps = self.length(choice)
         return warm - self.options.warm + steps
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds of a trial outside its steps, with those that warm up."""
+        """The seconds of a trial outside its timed steps, including the usual warm-up."""
         if self.walls:
             return statistics.median(self.walls)
         return max(0.0, self.today["wall_s"] - self._steps(NOTHING) * self.today["step_s"])  # of the journal
 
     def _slowdown(self, choice: Choice, losses: list[float | None]) -> float:
-        """Return how many times as many steps the choice needs for the same loss; infinity beyond `tune.bound`."""
+        """Return how many times the steps the choice needs for the same loss; infinity beyond `tune.bound`."""
         if self._is_exact(choice):
             return 1.0
         steps = min(len(losses), len(self.today["losses"]))
@@ -251,7 +225,7 @@ class Tuning:
         return slowdown(own, other) if drift(own, other) <= self.options.bound else math.inf
 
     def _is_exact(self, choice: Choice) -> bool:
-        """Return whether the choice leaves the numbers as they are, to rounding."""
+        """Return whether the choice preserves the numbers, up to rounding."""
         other_batch = self.batch_norm and changes_micro_batch(self.config, choice, self.place.world)
         return not other_batch and is_exact(merge(self.config, choice))
 
@@ -269,14 +243,12 @@ class Tuning:
         return f"median error of the predictions {statistics.median(misses):.1%}"
 
     def _canary(self, choice: Choice, random: bool, memory_bytes: float | None) -> Verdict:
-        """Run pairs of short runs, today's config and the winner, and judge them."""
-        exact = self._is_exact(choice)
         name = describe(choice)
         pairs = [(line["before"], line["after"]) for line in self.journal.all("pair") if line["choice"] == name]
-        judge = Judge(
-            exact, random and draws_anew(choice), self.options.bound,
-            self.today["precision"], memory_bytes,
-        )  # fmt: skip
+        split = any(kinds()[each].role == Role.SPLIT for each in choice.callbacks)
+        random = random and (split or "micro_batch" in choice.settings)  # dropout, say, draws other numbers
+        exact = self._is_exact(choice)
+        judge = Judge(exact, random, self.options.bound, self.today["precision"], memory_bytes)
         try:
             while len(pairs) < self.options.pairs:
                 before, after = (self.run_trial(each) for each in (NOTHING, choice))
@@ -293,7 +265,6 @@ class Tuning:
         return judge.judge(pairs)
 
     def _evidence(self, best: Tried, verdict: Verdict, tried: list[Tried]) -> list[str]:
-        """Return the lines of evidence for the result's file."""
         ranks = f"{self.place.world} rank(s), {self.place.local_world} a node"
         return [
             f"{time.strftime('%Y-%m-%d')}, {ranks}, {cpu_name()}: {describe(best.choice)}",
@@ -303,7 +274,7 @@ class Tuning:
 
 
 def profile_steps(options: TuneOptions, step_s: float) -> int:
-    """Return the steps of a profile: they take at most half of `limit_s`, since the other half is for the passes."""
+    """Return the steps of a profile: at most half of `limit_s`, since the other half is for the passes."""
     return max(5, min(int(options.limit_s / 2 / step_s), max(10, options.steps // 2)))
 
 
@@ -314,11 +285,6 @@ def refuse_part(steps: int, period: int) -> None:
             f"the run leaves {steps} step(s) to time, and ranks synchronise every {period}; give a smaller "
             "tune.warm, or a longer run"
         )
-
-
-def draws_anew(choice: Choice) -> bool:
-    """Return whether the choice draws other random numbers, such as dropout's, than today's config."""
-    return "micro_batch" in choice.settings or any(kinds()[name].role == Role.SPLIT for name in choice.callbacks)
 
 
 def outcome(tried: Tried) -> str:

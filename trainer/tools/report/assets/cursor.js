@@ -1,4 +1,4 @@
-// The crosshair of a chart: by pointer or keys, the same place on all charts; values in legends and beside the pointer.
+// The crosshair of a chart: by pointer or keys, the same place on all charts; values in legends and next to the pointer.
 
 Object.assign(Chart.prototype, {
   drawCursor(c) {
@@ -39,7 +39,7 @@ Object.assign(Chart.prototype, {
     });
   },
 
-  /** Fill the box beside the pointer. */
+  /** Fill the box next to the pointer. */
   showTip(px) {
     this.tip ||= this.figure.appendChild(element("div", { class: "tip", role: "status" }));
     const rows = this.atCursor().map(({ line, raw, i }) => {

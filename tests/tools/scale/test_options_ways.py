@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.tools.cost_model.read import costs_of
-from trainer.tools.scale.ways import VIEW, WAYS
+from trainer.tools.scale.options import VIEW, WAYS
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -1,4 +1,4 @@
-"""Each kind of order on real ranks."""
+"""Each kind of task on real ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from support.ranks import run_ranks
 
 from trainer.process.environment import Place
 from trainer.tools.tune.configs import alone, of_trial
-from trainer.tools.tune.orders import run_order
+from trainer.tools.tune.tasks import run_task
 
 
-def obey(place: Place, order: dict[str, Any]) -> dict[str, Any]:
-    return run_order(order, place)
+def serve(place: Place, task: dict[str, Any]) -> dict[str, Any]:
+    return run_task(task, place)
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,10 @@ def obey(place: Place, order: dict[str, Any]) -> dict[str, Any]:
         pytest.param("links", "levels", marks=pytest.mark.slow),
     ],
 )
-def test_orders(kind: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tasks(kind: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = toy_config()
     own = of_trial(alone(config, 2) if kind == "profile" else config, tmp_path / "own", 1, 60, 6)
-    order = {"kind": kind, "config": own, "folder": str(tmp_path / "own"), "warm": 1, "steps": 2, "codecs": False}
-    answers = run_ranks(2, obey, {**order, "folder": str(tmp_path / "own")})
+    task = {"kind": kind, "config": own, "folder": str(tmp_path / "own"), "warm": 1, "steps": 2, "codecs": False}
+    answers = run_ranks(2, serve, {**task, "folder": str(tmp_path / "own")})
     assert all(key in answer for answer in answers)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.monitors.advice.link import speed
+from trainer.monitors.advice.callback import link_speed as speed
 
 # GB/s of one direction, of PCI-SIG's tables.
 KNOWN = [("8.0 GT/s PCIe", 16, 15.754), ("16.0 GT/s PCIe", 16, 31.508), ("32.0 GT/s PCIe", 8, 31.508)]

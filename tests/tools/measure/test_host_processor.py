@@ -8,8 +8,8 @@ import pytest
 
 from trainer.comm.ranks import Ranks
 from trainer.process.environment import Place
-from trainer.tools.measure import processor
-from trainer.tools.measure.processor import Meter
+from trainer.tools.measure import host
+from trainer.tools.measure.host import Meter
 
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -19,8 +19,8 @@ class Machine:
 
     def __init__(self, proc: Path, patch: pytest.MonkeyPatch) -> None:
         self.proc, self.now, self.idle, self.steal, self.by_itself = proc, 1000.0, 4000.0, 0.0, 0.0
-        patch.setattr(processor.time, "monotonic", lambda: self.now)
-        patch.setattr(processor.time, "sleep", lambda seconds: self.work(seconds, 0.0))
+        patch.setattr(host.time, "monotonic", lambda: self.now)
+        patch.setattr(host.time, "sleep", lambda seconds: self.work(seconds, 0.0))
         self.work(0.0, 0.0)
 
     def work(self, seconds: float, busy: float, steal: float = 0.0) -> None:
@@ -89,7 +89,7 @@ def test_a_file_of_another_form_tells_nothing(content: str, machine: Machine) ->
 def test_this_machine_is_read() -> None:
     own = Meter(Ranks(Place(), "cpu", "gloo", 60))
     own.quiet, own.base = True, 0.0
-    began, worked = own.begin(), processor.time.process_time()
-    while processor.time.process_time() - worked < 0.2:
+    began, worked = own.begin(), host.time.process_time()
+    while host.time.process_time() - worked < 0.2:
         pass
     assert (own.end(began) or 0.0) > 0
