@@ -68,8 +68,8 @@ def held() -> Iterator[None]:
 class SignalListener:
     """A context in which a thread calls `hear` with each stop signal. Outer listeners are idle meanwhile.
 
-    A Python handler would run only between two bytecodes of the main thread, so not during a collective. By contrast, the
-    wakeup descriptor is written at once. Outside the main thread a listener does nothing.
+    A Python handler would run only between two bytecodes of the main thread, so not during a collective. The wakeup
+    descriptor is written at once. Outside the main thread a listener does nothing.
     """
 
     on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called on SIGUSR2 if that is not a stop signal
