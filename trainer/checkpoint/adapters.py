@@ -17,11 +17,8 @@ SCALES = ("lora_alpha", "use_rslora", "alpha_pattern")  # factors of the adapter
 def with_base(module: nn.Module, adapters: Mapping[str, Tensor], folder: Path, key: str) -> dict[str, Tensor]:
     """Return the adapters under the model's names, with the model's own values for all other weights.
 
-    Args:
-        key: The setting that named the folder.
-
     Raises:
-        ConfigError: The model has no adapters, or scales them differently.
+        ConfigError: The model has no adapters, or scales them differently. The message begins with `key`.
     """
     config = getattr(module, "peft_config", {}).get("default")
     if config is None:

@@ -1,4 +1,4 @@
-"""Deletes files that killed processes left in a run's folder, and restores checkpoints. Standard library only."""
+"""Deletes what killed processes left in a run's folder, and restores checkpoints. Standard library only."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ TRASH = re.compile(r"\.trash-step-\d{8,}-[0-9a-f]+")
 
 
 def sweep(run_dir: Path, attempt: int) -> None:
-    """Delete trash, and the leftovers of attempts up to this one; a later attempt may still be running."""
+    """Delete trash, and the leftovers of attempts up to this one, because a later attempt may still be running."""
     put_back(run_dir, attempt)
     for old in _left(run_dir, REPLACED, attempt):
         with suppress(OSError):  # can't be read now; the next sweep tries again
@@ -30,13 +30,7 @@ def sweep(run_dir: Path, attempt: int) -> None:
 
 
 def others_in(checkpoint: Path) -> list[str]:
-    """Return the files in a checkpoint that its manifest does not name. A damaged manifest names none.
-
-    A checkpoint without a manifest was being deleted, so the result is empty.
-
-    Raises:
-        OSError: The manifest can't be read.
-    """
+    """Return the files that the manifest does not name: all if it is damaged, none if deletion had begun."""
     try:
         named = set(json.loads((checkpoint / MANIFEST).read_bytes())["files"])
     except FileNotFoundError:
@@ -56,7 +50,7 @@ def put_back(run_dir: Path, attempt: float = math.inf) -> None:
 
 
 def move(folder: Path, to: Path) -> None:
-    """Rename a folder, or copy it if it is in an overlay's lower layer and can't be renamed."""
+    """Rename a folder, or copy it if it is in an overlay's lower layer, where renaming fails."""
     try:
         os.rename(folder, to)
     except OSError as error:
@@ -67,7 +61,7 @@ def move(folder: Path, to: Path) -> None:
 
 
 def delete(folder: Path, hidden: Path) -> None:
-    """Delete a folder after renaming it to a hidden name, so that no reader sees half of it.
+    """Delete a folder under a hidden name, so that no reader sees half of it.
 
     A folder in an overlay's lower layer can't be renamed, so it is deleted under its own name.
     """

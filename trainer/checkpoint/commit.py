@@ -35,9 +35,9 @@ LINKED = re.compile(r"[^/]+/step-\d{8,}")  # what last.pt and best.pt point to
 
 
 def begin(run_dir: Path) -> Attempt:
-    """Make this process the run's writer, and delete the unfinished files of earlier processes.
+    """Make this process the run's writer, and delete earlier processes' unfinished files.
 
-    An earlier process that was suspended before its rename then has nothing left to rename.
+    A process that was suspended before its rename then has nothing left to rename.
     """
     make(run_dir)
     attempt = next_attempt(run_dir)
@@ -55,8 +55,8 @@ def commit(
 ) -> Path:
     """Commit `files`, by name, as the run's checkpoint at `step`, replacing an older one of this step.
 
-    `manifest` is JSON without NaN. `attempt` is the result of `begin`; None: an attempt for this commit alone. `moved`
-    is called after each written piece. An error leaves older checkpoints unchanged, and none of these files behind.
+    `manifest` is JSON without NaN. Without `attempt`, the result of `begin`, this commit makes its own. `moved` is
+    called after each written piece. An error leaves older checkpoints unchanged, and none of these files behind.
 
     Raises:
         OSError: The disk fails, or has too little space.
@@ -72,11 +72,7 @@ def commit(
 def stage(
     run_dir: Path, step: int, files: Mapping[str, memoryview], attempt: Attempt, moved: Callable[[], object]
 ) -> Entries:
-    """Write this rank's files of the checkpoint at `step`. Ranks may do so in any order.
-
-    Raises:
-        OSError: The disk fails, or has too little space.
-    """
+    """Write this rank's files of the checkpoint at `step`; ranks may do so in any order."""
     entries = _write(run_dir, step, files, attempt, moved)
     sync(staged(run_dir, step, attempt))
     return entries
@@ -85,10 +81,10 @@ def stage(
 def commit_staged(
     run_dir: Path, step: int, parts: list[Entries], manifest: Mapping[str, Any], attempt: Attempt
 ) -> Path:
-    """Commit the staged files as the run's checkpoint at `step`. `parts` has the manifest entries of each rank.
+    """Commit the files that ranks have staged; `parts` has the manifest entries of each rank.
 
     Raises:
-        OSError, Superseded: As in `commit`, or if this process does not see a rank's file.
+        OSError, Superseded: As in `commit`, or this process does not see a rank's file.
     """
     with _whole_or_nothing(run_dir, step, attempt):
         for rank, entries in enumerate(parts):
@@ -98,17 +94,11 @@ def commit_staged(
 
 
 def discard(run_dir: Path, step: int, attempt: Attempt) -> None:
-    """Delete the files that ranks have staged."""
     shutil.rmtree(staged(run_dir, step, attempt), ignore_errors=True)
 
 
 def publish(checkpoint: Path, attempt: Attempt) -> None:
-    """Delete the checkpoint that this one has replaced, and point `last.pt` to the new one.
-
-    Raises:
-        OSError: The disk refuses. The checkpoint exists all the same.
-        Superseded: Another process writes the run now.
-    """
+    """Delete the checkpoint that this one has replaced, and point `last.pt` to it. An error leaves it committed."""
     sweep(checkpoint.parent, attempt.number)
     refuse_superseded(checkpoint.parent, attempt)
     link(checkpoint, LAST)
@@ -123,16 +113,11 @@ def make(path: Path) -> None:
 
 
 def staged(run_dir: Path, step: int, attempt: Attempt) -> Path:
-    """Return the folder in which the checkpoint at `step` is staged."""
     return run_dir / f".tmp-{step:08d}-{attempt.number}"
 
 
 def link(checkpoint: Path, name: str) -> None:
-    """Point `last.pt` or `best.pt` to a checkpoint.
-
-    Raises:
-        OSError: The disk refuses, or somebody's own file has this name.
-    """
+    """Point `last.pt` or `best.pt` to a checkpoint; raise OSError if somebody's own file has this name."""
     run_dir, root = checkpoint.parent, checkpoint.parent.parent
     temporary = root / f".{name}-{run_dir.name}"
     for path in (root / name, temporary):

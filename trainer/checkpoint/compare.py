@@ -20,10 +20,7 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    """Describe how two manifests differ.
-
-    A setting that only one of them has counts only if both have other settings of its section.
-    """
+    """Describe how two manifests differ. A section of settings that only one of them has is not compared."""
     lines = []
     for name, prefix in (("settings", ""), ("ddp", "trainer.ddp."), ("versions", "")):
         was, now = {RENAMED.get(str(key), str(key)): value for key, value in saved.get(name, {}).items()}, own[name]

@@ -19,14 +19,8 @@ def usual(metric: str) -> int:
     return -1 if words & SMALLER else 1 if words & LARGER else 0  # dice_loss is a loss
 
 
-def warn_of_direction(key: str, metric: str, larger: bool, way_out: str) -> None:
-    """Warn if the metric is usually compared in the other direction.
-
-    Args:
-        key: The setting, for the message.
-        larger: Whether the run treats larger values as better.
-        way_out: The setting that reverses the direction.
-    """
+def warn_of_direction(key: str, metric: str, larger: bool, fix: str) -> None:
+    """Warn if the run compares the metric of `key` the other way than usual; `fix` is the setting that reverses it."""
     if usual(metric) == (-1 if larger else 1):
         one, other = ("larger", "smaller") if larger else ("smaller", "larger")
-        log.warning("%s: takes %s as better, and %s is usual for %s; give %s", key, one, other, metric, way_out)
+        log.warning("%s: takes %s as better, and %s is usual for %s; give %s", key, one, other, metric, fix)

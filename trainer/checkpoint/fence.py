@@ -33,8 +33,8 @@ class Superseded(ConfigError):
 def next_attempt(run_dir: Path) -> Attempt:
     """Record on disk that this process begins. The caller holds the lock.
 
-    If two processes begin at once without a lock, one of them is refused later. The file is overwritten in place, so
-    that this also works on a full disk.
+    If two processes begin at once without a lock, one of them is refused later. The file is overwritten in place, which
+    works on a full disk, too.
     """
     number = _last(run_dir).number % MOST + 1
     host = re.sub("[^A-Za-z0-9._-]", "-", socket.gethostname()[:100])
@@ -58,11 +58,7 @@ def next_attempt(run_dir: Path) -> Attempt:
 
 
 def refuse_superseded(run_dir: Path, own: Attempt) -> None:
-    """Fail if another process writes the run.
-
-    Raises:
-        Superseded: Another attempt has begun since then.
-    """
+    """Raise Superseded if another attempt has begun since `own`."""
     last = _last(run_dir)
     if last != own and last.number:
         raise Superseded(

@@ -25,12 +25,12 @@ MEASURED = ("stall_s", "write_s", "restart_s", "failures")
 
 
 def young(stall_s: float, mtbf_s: float) -> float:
-    """Return Young's interval in seconds, from the end of a checkpoint to the beginning of the next."""
+    """Return Young's interval in seconds, from the end of a checkpoint to the start of the next."""
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
 def daly(stall_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval in seconds, from the end of a checkpoint to the beginning of the next."""
+    """Return Daly's interval in seconds, from the end of a checkpoint to the start of the next."""
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
     x = math.sqrt(stall_s / (2 * mtbf_s))
@@ -53,10 +53,8 @@ def prior_s(devices: int) -> float:
 class Interval:
     """The interval of `trainer.checkpoint.every=auto`, from this run's own numbers. Without `auto` it only measures.
 
-    A run without a failure uses `prior_s`. After its first failure, it uses its own seconds and failures.
-
-    Args:
-        logs: The folder in which a supervisor records failures, and whether a machine caused them.
+    Until its first failure, a run assumes `prior_s`. A supervisor records failures in `logs`, and whether a machine
+    caused them.
     """
 
     def __init__(self, auto: bool, devices: int, logs: Path) -> None:
@@ -66,7 +64,7 @@ class Interval:
         self.seconds, self.said = FIRST, 0.0  # the interval; the last one that was logged
 
     def measure(self, stall_s: float, write_s: float, trained_s: float) -> None:
-        """Record how long a checkpoint stopped training, and how long until it was on disk, in seconds; 0: unknown."""
+        """Record the seconds for which a checkpoint stopped training, and until it was on disk; 0: unknown."""
         for name, value in (("stall_s", stall_s), ("write_s", write_s)):
             past = getattr(self, name)
             if value:
@@ -77,10 +75,7 @@ class Interval:
         return max(trained_s, 1.0) / self.failures if self.failures else prior_s(self.devices)
 
     def decide(self, trained_s: float) -> None:
-        """Set the interval once it is known how long a checkpoint stops training.
-
-        A checkpoint begins at least a minute after the previous one, and after that one is written.
-        """
+        """Update the interval: at least a minute, and at least until the previous checkpoint is written."""
         if not self.stall_s:
             return
         self.failures = max(self.failures, noted(self.logs))
@@ -102,11 +97,6 @@ class Interval:
         return {name: getattr(self, name) for name in MEASURED} if self.auto else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what the interrupted run has measured.
-
-        Raises:
-            ValueError: A number is not finite, or negative.
-        """
         for name in MEASURED:
             value = state[name]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -115,9 +105,9 @@ class Interval:
 
 
 def noted(logs: Path) -> int:
-    """Count the machine failures that the run's supervisor has recorded, and the restarts by torchrun.
+    """Count the machine failures that the supervisor has recorded, and torchrun's restarts.
 
-    Other failures are a user's mistakes, which say nothing about the machines.
+    Users' mistakes don't count.
     """
     try:
         count = sum(map(_is_of_machines, (logs / "events.jsonl").read_bytes().splitlines()))
@@ -128,9 +118,8 @@ def noted(logs: Path) -> int:
 
 
 def _is_of_machines(line: bytes) -> bool:
-    """Return whether a line written by the supervisor is a machine failure. A full disk may truncate a line."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except ValueError:  # a full disk may truncate a line
         return False
     return isinstance(event, dict) and event.get("of_machines") is True

@@ -20,11 +20,7 @@ def folder(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path, reads: bool = False) -> list[Path]:
-    """Return all checkpoints of a run, oldest first, valid or not.
-
-    Args:
-        reads: Change nothing, because a running job may be replacing a checkpoint.
-    """
+    """Return all checkpoints of a run, oldest first, valid or not. Change nothing if `reads`: a job may run."""
     if not reads:
         put_back(run_dir)
     entries = run_dir.iterdir() if run_dir.is_dir() else []
@@ -32,10 +28,7 @@ def checkpoints(run_dir: Path, reads: bool = False) -> list[Path]:
 
 
 def newest(run_dir: Path, reads: bool = False) -> Path | None:
-    """Find the newest valid checkpoint, or None. Damaged ones above it are set aside, with a warning.
-
-    Args:
-        reads: Leave the damaged ones where they are.
+    """Find the newest valid checkpoint, or None. Damaged ones above it are renamed, with a warning, unless `reads`.
 
     Raises:
         Damaged: There are checkpoints, but none is valid. They stay where they are.
@@ -61,10 +54,8 @@ def newest(run_dir: Path, reads: bool = False) -> Path | None:
 def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) -> Path | None:
     """Find the checkpoint that `trainer.resume` means; None for `auto` if there is nothing to resume.
 
-    `auto` is the newest valid one of `run_dir` or, without that, of the run under `root` that was written last.
-
-    Args:
-        reads: Change nothing in these folders.
+    `auto` is the newest valid one of `run_dir` or, without that, of the run under `root` that was written last. With
+    `reads`, nothing in these folders changes.
 
     Raises:
         ConfigError: The path is not a checkpoint.
@@ -87,8 +78,8 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
         if checkpoints(target, reads):
             return newest(target, reads)
     except Damaged as error:
-        way_out = fresh if resume == "auto" else _valid_before(target, reads) or fresh
-        raise Damaged(f"{key}: {error}; {way_out}") from error
+        fix = fresh if resume == "auto" else _valid_before(target, reads) or fresh
+        raise Damaged(f"{key}: {error}; {fix}") from error
     except PermissionError as error:  # any other system error may be transient, so the caller may retry
         raise ConfigError(f"{key}: {error}; make it readable, or {fresh}") from error
     why = "is not a checkpoint" if target.exists() else "does not exist"
@@ -98,7 +89,6 @@ def resolve(resume: str, root: Path, run_dir: Path | None, reads: bool = False) 
 
 
 def _checkpoints_of(key: str, folder: Path, reads: bool) -> Path:
-    """Return the folder of checkpoints if the path is a run's own folder; any other path unchanged."""
     if (saved := noted_in(folder)) is None:
         return folder
     if not checkpoints(saved, reads):
@@ -109,7 +99,7 @@ def _checkpoints_of(key: str, folder: Path, reads: bool) -> Path:
 def note(run_dir: Path, saved: Path) -> str:
     """Return the note in a run's own folder: the relative and the absolute path of its checkpoints.
 
-    The first stays valid if the project is moved or copied, the second if only the run's folder is moved.
+    The first survives a move of the whole project, the second a move of the run's folder alone.
     """
     saved = saved.resolve()
     return f"{os.path.relpath(saved, run_dir.resolve())}\n{saved}"
@@ -125,7 +115,6 @@ def noted_in(run_dir: Path) -> Path | None:
 
 
 def refuse_renamed(run_dir: Path, root: Path) -> None:
-    """Raise ConfigError if the run in this folder has its checkpoints under another name."""
     saved = noted_in(run_dir)
     if saved and saved.name != run_dir.name and checkpoints(saved, reads=True):
         raise ConfigError(
@@ -156,7 +145,6 @@ def _last_run(root: Path, reads: bool) -> Path | None:
 
 
 def _valid_before(target: Path, reads: bool) -> str:
-    """Suggest the newest valid checkpoint before a damaged one; empty if there is none."""
     siblings = checkpoints(target.parent, reads)
     for older in reversed(siblings[: siblings.index(target)] if target in siblings else []):
         with suppress(Damaged):
@@ -166,7 +154,6 @@ def _valid_before(target: Path, reads: bool) -> str:
 
 
 def hide(path: Path, why: str) -> Path:
-    """Move a checkpoint to a hidden name."""
     move(path, hidden := hidden_name(path, why))
     return hidden
 

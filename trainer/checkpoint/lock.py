@@ -1,4 +1,4 @@
-"""Locks a run so that one process at a time writes it; the system releases the lock of a process that ends."""
+"""Locks a run so that only one process writes it; the system releases the lock when the process ends."""
 
 import errno
 import fcntl
@@ -24,14 +24,13 @@ _held: dict[Path, int] = {}  # descriptors; POSIX releases the lock when any des
 
 
 class Claim:
-    """The right to write a run: its checkpoint folder and, if given, the run's own folder."""
+    """The right to write a run: its checkpoint folder and, if given, the run's own folder.
+
+    Raises:
+        ConfigError: Another process writes this run.
+    """
 
     def __init__(self, folder: Path, run_dir: Path | None = None) -> None:
-        """Claim the run's checkpoint folder.
-
-        Raises:
-            ConfigError: Another process writes this run.
-        """
         self.folder, self.run_dir = folder, run_dir
         with ExitStack() as refused:
             refused.callback(self.close)
@@ -51,7 +50,7 @@ class Claim:
                 write_whole(file, text.encode())
 
     def close(self) -> None:
-        """Release the run, and delete folders in which this process has written nothing."""
+        """Release the run, and delete its folders if this process has written nothing into them."""
         for folder in filter(None, (self.folder, self.run_dir)):
             if (folder.resolve() / ".lock") in _held:
                 _remove_empty(folder)
@@ -59,13 +58,10 @@ class Claim:
 
 
 def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
-    """Claim the folder that `key` names for this process, until `unlock` or until the process ends.
+    """Claim the folder that `key` names, until `unlock` or until this process ends; raise ConfigError if it is taken.
 
-    It is a POSIX lock and not a flock, so that a forked data worker that outlives a killed trainer doesn't keep it. If
-    the file system has no locks, a warning is logged instead.
-
-    Raises:
-        ConfigError: Another process has claimed the folder, or its .lock was not written by Echelon.
+    This is a POSIX lock, not a flock, so that a forked data worker that outlives a killed trainer doesn't keep it. On a
+    file system without locks, only a warning is logged.
     """
     make(run_dir)
     path, value = run_dir.resolve() / ".lock", run_dir if key == "trainer.run_dir" else run_dir.parent
@@ -87,10 +83,7 @@ def lock(run_dir: Path, key: str = "trainer.checkpoint.dir") -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether the lock's name is taken by a file that is not a lock. `lock` never opens a link.
-
-    After a power loss, a lock may have its length but contain only zero bytes.
-    """
+    """Return whether the lock's name is taken by a file that is not a lock; zero bytes are one after a power loss."""
     if not path.is_file() or path.is_symlink():
         return False
     with path.open("rb") as file:
@@ -98,7 +91,6 @@ def is_foreign(path: Path) -> bool:
 
 
 def is_lock(path: Path) -> bool:
-    """Return whether a file is a lock that a run has made."""
     with suppress(OSError):
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -109,7 +101,7 @@ def is_lock(path: Path) -> bool:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Return whether a process writes the run; true if the file system has no locks, because it can't be determined."""
+    """Return whether a process writes the run; True on a file system without locks, which can't say."""
     path = run_dir.resolve() / ".lock"
     if path in _held:  # this process's own, which would be lost with any descriptor
         return True
@@ -124,7 +116,6 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _remove_empty(folder: Path) -> None:
-    """Delete the folder if it contains only what a run creates before it writes anything."""
     with suppress(OSError):
         found = sorted(folder.rglob("*"), reverse=True)  # files before their folder
         if not folder.is_symlink() and all(map(_unwritten, found)):

@@ -43,7 +43,7 @@ class Damaged(ConfigError):
 
 
 def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[], object]) -> Entries:
-    """Write new files, and return their entries once their bytes are on disk. Call `moved` after each piece."""
+    """Write new files; return their entries once the bytes are on disk. Call `moved` after each piece."""
     entries: Entries = {}
     with _opened(folder) as descriptor:
         for name in sorted(files):
@@ -53,7 +53,7 @@ def write_files(folder: Path, files: Mapping[str, memoryview], moved: Callable[[
 
 
 def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of the files in `folder`, and return once it is on disk."""
+    """Write the manifest of the files in `folder`, and sync it."""
     assert not manifest.keys() & {"format", "step", "files", "sha256"}, manifest.keys()
     files = {name: entries[name] for name in sorted(entries)}
     with _opened(folder) as descriptor:
@@ -65,7 +65,7 @@ def seal(folder: Path, step: int, entries: Entries, manifest: Mapping[str, Any])
 def verify(checkpoint: Path, hashes: bool = True) -> dict[str, Any]:
     """Check every file that the manifest names, and return the manifest. Without `hashes`, check only the sizes.
 
-    Reading an unreadable file is retried, because an error of a network file system may be transient.
+    An input/output error is retried, because a network file system's may be transient.
 
     Raises:
         Damaged: A file differs. The message names the file and the difference.
@@ -85,7 +85,7 @@ def opened(checkpoint: Path, name: str) -> Iterator[Path]:
     """Open the file, and yield a path that refers to it even if another file takes its name meanwhile.
 
     Raises:
-        Damaged: The file is a link or not a plain file, or can't be read.
+        Damaged: The file is a link, not a plain file, or can't be read.
     """
     with ExitStack() as held:
         try:
@@ -119,10 +119,7 @@ def _verify(checkpoint: Path, hashes: bool) -> dict[str, Any]:
 
 
 def _write(folder: int, name: str, content: memoryview, moved: Callable[[], object]) -> str:
-    """Allocate space on disk for a new file, write it, and return its sha256.
-
-    Hashing and writing release the interpreter's lock.
-    """
+    """Allocate a new file, write it, and return its sha256. Hashing and writing release the interpreter's lock."""
     digest = hashlib.sha256()
     file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:
@@ -151,7 +148,7 @@ def _claim(file: int, size: int) -> None:
 
 
 def _render(manifest: dict[str, Any]) -> bytes:
-    """Return canonical strict JSON with its own sha256. Reading compares bytes, so that any flipped bit is detected."""
+    """Return canonical strict JSON with its own sha256; readers compare the bytes, which detects any flipped bit."""
     plain = json.dumps(manifest, allow_nan=False, indent=1)
     return json.dumps({**manifest, "sha256": hashlib.sha256(plain.encode()).hexdigest()}, indent=1).encode()
 
@@ -197,11 +194,9 @@ def _open(folder: int, name: str) -> Iterator[BinaryIO]:
 
 
 def see(checkpoint: Path, sha256: str, hashes: bool) -> tuple[dict[str, Any], str]:
-    """Return the manifest, or the reason why this process does not see it within `timeouts.VISIBLE_S` seconds.
+    """Return the manifest whose own hash is `sha256`, or why it isn't visible within `timeouts.VISIBLE_S` seconds.
 
-    Args:
-        sha256: The hash of the manifest itself.
-        hashes: Compare the hashes of all files, as rank 0 did, because another node may read different bits.
+    With `hashes`, compare all files, as rank 0 did, because another node may read different bits.
     """
     deadline = time.monotonic() + timeouts.VISIBLE_S
     while True:

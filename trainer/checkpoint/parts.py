@@ -27,7 +27,6 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def part_section(rank: int) -> str:
-    """Return the name of the section that has a rank's parts."""
     return f"part-{rank:05d}"
 
 
@@ -44,7 +43,7 @@ class Piece(NamedTuple):
     dtype: torch.dtype
 
     def read(self, *slices: Slice) -> Tensor:
-        """Return a copy of the intersection of the slices; of several along one dimension, the last counts."""
+        """Return a copy of the intersection of the slices. If two are along the same dimension, the last one wins."""
         if not self.shape:
             return self.handle.get_tensor(self.name).clone()
         index = [slice(None)] * len(self.shape)
@@ -70,11 +69,7 @@ class Stored:
         return shape[self.dimension] if shape else 1
 
     def add(self, start: int, piece: Piece) -> None:
-        """Add a slice that begins at `start`.
-
-        Raises:
-            ValueError: It is not a slice of this tensor.
-        """
+        """Add a slice that begins at `start`; raise ValueError if it is not a slice of this tensor."""
         shape, d = piece.shape, self.dimension
         same = len(shape) == len(self.shape) and shape[:d] + shape[d + 1 :] == self.shape[:d] + self.shape[d + 1 :]
         if not same or not 0 <= start <= start + self._length(shape) <= self.length:
@@ -83,7 +78,6 @@ class Stored:
         insort(self.pieces, (start, piece), key=lambda item: (item[0], item[1].shape))  # an empty one first
 
     def is_whole(self) -> bool:
-        """Return whether each index is in exactly one piece."""
         end = 0
         for start, piece in self.pieces:
             if length := self._length(piece.shape):
@@ -112,17 +106,12 @@ class Stored:
 
 
 def open_parts(folder: Path, names: Collection[str], world: int) -> dict[str, Any]:
-    """Return the sections `SECTIONS` of a checkpoint, with a `Stored` for each tensor.
+    """Return the sections `SECTIONS` of a checkpoint of `world` ranks, with a `Stored` for each tensor.
 
-    The section `callbacks` is included only if ranks have parts of it.
-
-    Args:
-        names: The files in the manifest; no other file is read.
-        world: The number of ranks that wrote the checkpoint.
+    The section `callbacks` is included only if ranks have parts of it. Only files in `names`, the manifest's, are read.
 
     Raises:
-        Damaged: A file has content that no run writes, a rank's file is missing, or a file belongs to no rank. Or
-            slices of a tensor are missing, or are in two files.
+        Damaged: A file has content that no run writes, a rank's file is missing, or slices are missing or duplicated.
     """
     found: dict[str, Any] = {}
     files = [name for name in sorted(names) if is_part_section(name) and name.endswith(".json")]
@@ -155,7 +144,6 @@ def read_all(value: Any) -> Any:
 
 
 def _sections(path: Path, names: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the sections of a JSON file, with the tensors in the safetensors file next to it."""
     content, known = read_json(path.parent, path.name, names), SECTIONS
     if path.name != STATE:
         content, known = content[path.stem], PART_SECTIONS
@@ -209,7 +197,7 @@ def _stored(value: Any) -> Any:
 
 
 def _merged(one: Any, other: Any, name: str) -> Any:
-    """Merge a section from two files: their entries, and the slices of tensors that are in both."""
+    """Merge a section that is in two files; each tensor in both gets the slices of both."""
     if isinstance(one, dict) and isinstance(other, dict):
         both = {key: _merged(one[key], other[key], f"{name}/{key}") for key in one.keys() & other.keys()}
         return {**one, **other, **both}

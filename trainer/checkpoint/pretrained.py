@@ -31,11 +31,7 @@ WRAPPINGS = ("state_dict", "model_state_dict", "model")  # names that programs g
 
 
 def weights_files(source: str) -> list[Path]:
-    """Find the files that `trainer.init_from` refers to.
-
-    Raises:
-        ConfigError: There is no file, and no folder with one.
-    """
+    """Find the files that `trainer.init_from` refers to; raise ConfigError if there are none."""
     key, path = f"trainer.init_from={source}", Path(source)
     if path.is_file() and path.suffix in FILES:
         return [path]
@@ -50,18 +46,13 @@ def weights_files(source: str) -> list[Path]:
 
 
 def refuse_astray_index(folder: Path, key: str) -> None:
-    """Refuse a Hugging Face folder whose index names files elsewhere, because transformers would read them.
-
-    Raises:
-        ConfigError: An index is malformed, or names something other than a file in the folder.
-    """
+    """Refuse an index that is malformed or names files outside its folder, which transformers would read."""
     for name in (INDEX, BIN_INDEX):
         if (folder / name).is_file():
             _shards(folder, name, key)
 
 
 def _shards(folder: Path, index: str, key: str) -> list[Path]:
-    """Return the files that an index names, sorted by name."""
     try:
         names = sorted(set(strict_json(folder / index, INDEX_BYTES)["weight_map"].values()))
         if wrong := [name for name in names if not FILE.fullmatch(name)]:
@@ -136,7 +127,7 @@ def _refuse_names(file: Path, most: int) -> None:
 
 
 def _refuse_bomb(file: Path) -> None:
-    """Refuse a torch.save file that would take far more memory than its size."""
+    """Refuse a torch.save file that would need far more memory than its size."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
@@ -152,11 +143,7 @@ def _refuse_bomb(file: Path) -> None:
 
 
 def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
-    """Return the weights in an object that some program saved, under the model's names `own`.
-
-    Raises:
-        ValueError: The object has no weights, or contains something else as well.
-    """
+    """Return the weights in an object that some program saved, under the model's names `own`; else raise ValueError."""
     for _ in WRAPPINGS:  # limits the levels, because an object may contain itself
         inner = [w for w in WRAPPINGS if isinstance(found, Mapping) and isinstance(found.get(w), Mapping)]
         found = found[inner[0]] if inner else found
@@ -172,7 +159,7 @@ def unwrapped(found: Any, own: list[str]) -> dict[str, Tensor]:
 def find_prefix(names: list[str], own: set[str]) -> str:
     """Find the prefix that a wrapper has added to the names: DDP, torch.compile, an attribute of a LightningModule.
 
-    Its removal turns the most of `names` into the model's `own`; empty if two prefixes are equally good.
+    It is the one whose removal turns the most of `names` into the model's `own`; empty if two are equally good.
     """
     starts = (name[: len(name) - len(rest)] for name in names for rest in endings(name) if rest in own)
     first, second = (*Counter(starts).most_common(2), ("", 0), ("", 0))[:2]
@@ -188,11 +175,8 @@ def endings(name: str) -> list[str]:
 def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> None:
     """Copy the weights into the model.
 
-    Args:
-        key: The setting that named them.
-
     Raises:
-        ConfigError: The weights belong to another model; this one is unchanged.
+        ConfigError: The weights belong to another model; this one is unchanged. The message begins with `key`.
     """
     own = module.state_dict()
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -214,12 +198,9 @@ def put_weights(module: nn.Module, weights: Mapping[str, Tensor], key: str) -> N
 
 
 def form(value: Any) -> str:
-    """Describe the shape, and the dtype unless it is a float, because only floats are converted.
-
-    The text is empty for a module's extra state, which may be anything.
-    """
+    """Describe the shape, and the dtype unless it is a float, because only floats are converted."""
     if not isinstance(value, Tensor):
-        return ""
+        return ""  # a module's extra state, which may be anything
     kind = "" if value.is_floating_point() else f" {value.dtype}"
     place = f" {value.layout}" if value.layout != torch.strided else " on meta" if value.is_meta else ""
     return f"{tuple(value.shape)}{kind}{place}".replace("torch.", "")

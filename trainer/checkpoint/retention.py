@@ -16,11 +16,8 @@ from trainer.log import log
 def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> None:
     """Delete valid checkpoints except the newest `keep`, the best one, and those at multiples of `every` steps.
 
-    Invalid checkpoints don't count; hashes are not checked here. At least two checkpoints stay, and so does any
-    whose folder contains somebody's other files. `best` is `trainer.checkpoint.keep_best`, a metric in the manifests.
-
-    Raises:
-        OSError: The disk refuses. Everything that it allows is done.
+    Invalid checkpoints don't count; hashes are not checked. A checkpoint with somebody else's files stays. `best` is
+    `trainer.checkpoint.keep_best`, a metric in the manifests. An OSError is raised once all others are deleted.
     """
     assert keep >= 2
     manifests = _manifests(run_dir)
@@ -43,11 +40,7 @@ def retain(run_dir: Path, keep: int, best: str | None, every: int | None) -> Non
 
 
 def link_best(run_dir: Path, best: str | None) -> None:
-    """Link `best.pt` to the best checkpoint of this run. Without one, remove the link, which may be another run's.
-
-    Raises:
-        OSError: The disk refuses, or somebody's own file has this name.
-    """
+    """Link `best.pt` to the best checkpoint of this run. Without one, remove the link, which may be another run's."""
     metrics = {path: manifest.get("metrics") for path, manifest in _manifests(run_dir).items()} if best else {}
     leader, link_path = _leader(metrics, best), run_dir.parent / BEST
     if leader is None:
@@ -58,7 +51,6 @@ def link_best(run_dir: Path, best: str | None) -> None:
 
 
 def _manifests(run_dir: Path) -> dict[Path, dict[str, Any]]:
-    """Return the valid checkpoints, oldest first, with their manifests."""
     manifests: dict[Path, dict[str, Any]] = {}
     for checkpoint in checkpoints(run_dir):
         with suppress(Damaged):
@@ -67,7 +59,6 @@ def _manifests(run_dir: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _leader(metrics: dict[Path, Any], best: str | None) -> Path | None:
-    """Return the best checkpoint that has the metric; the oldest among equals."""
     name, sign = parse_best(best or "")
     values = {path: found.get(name) for path, found in metrics.items() if isinstance(found, dict)}
     scores = {path: sign * value for path, value in values.items() if isinstance(value, int | float)}
@@ -75,16 +66,13 @@ def _leader(metrics: dict[Path, Any], best: str | None) -> Path | None:
 
 
 def parse_best(best: str) -> tuple[str, int]:
-    """Parse `trainer.checkpoint.keep_best` into a metric and its sign: smaller is better, except with "max NAME"."""
+    """Return the metric of `trainer.checkpoint.keep_best`, and -1 if larger is better ("max NAME"), else 1."""
     name = best.removeprefix("max ")
     return name, 1 if name == best else -1
 
 
 def set_aside(run_dir: Path, after_step: int, best: str | None = None) -> list[str]:
-    """Rename the checkpoints above `after_step`, from which the run resumes, and return their new names.
-
-    `last.pt` and `best.pt` then point to checkpoints that stay.
-    """
+    """Rename the checkpoints above `after_step`, from which the run resumes, and return their new names."""
     found = checkpoints(run_dir)
     older = [path for path in found if step_of(path) <= after_step]
     if older and older != found and os.path.lexists(run_dir.parent / LAST):  # not all file systems have links

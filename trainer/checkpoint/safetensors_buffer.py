@@ -18,13 +18,11 @@ DTYPES = {
 
 
 class SafetensorsBuffer:
-    """The bytes of a safetensors file, on the host, with a view for each tensor. A copy into a view changes the bytes.
+    """The bytes of a safetensors file on the host, with a view of each tensor into them.
 
-    The safetensors package's own writer needs another copy, and holds the interpreter's lock while it writes. Tensors
-    are sorted by element size, largest first, so that each is aligned, as readers expect.
-
-    Args:
-        touched: Make the system allocate the memory now instead of at the first copy. With a GPU it always does.
+    The safetensors package's own writer copies once more, and holds the interpreter's lock while it writes. Tensors are
+    sorted by element size, largest first, so that all are aligned, as readers expect. `touched` makes the system
+    allocate the memory now instead of at the first copy; with a GPU it always does.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], touched: bool = False) -> None:
@@ -65,7 +63,7 @@ class SafetensorsBuffer:
 
 
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
-    """Return the dtype, shape and device type of each tensor. Tensors with equal layouts fit the same buffer."""
+    """Return each tensor's dtype, shape and device type. Tensors with equal layouts fit the same buffer."""
     return {name: (tensor.dtype, tensor.shape, tensor.is_cuda) for name, tensor in tensors.items()}
 
 

@@ -26,7 +26,7 @@ from trainer.process.heartbeat import Heartbeat
 
 
 class State(NamedTuple):
-    """A rank's part of a checkpoint: sections of tensors and plain values."""
+    """One rank's part of a checkpoint: sections of tensors and plain values."""
 
     common: dict[str, Any]  # shared by all ranks, on rank 0; empty on the others
     own: dict[str, Any]  # this rank's own
@@ -35,15 +35,13 @@ class State(NamedTuple):
 
 
 class Saver:
-    """Writes one checkpoint at a time. Rank 0 writes the common state, and each rank writes its own.
+    """Writes one checkpoint at a time: rank 0 the common state and, if `shared`, each rank its own.
 
-    A failed write is logged, and training continues until `max_failures` writes in a row have failed. A process that
-    exits waits for the thread, because the interpreter joins the threads of an executor.
+    A failed write is logged, and training continues until `max_failures` writes in a row have failed. On exit the
+    interpreter joins the thread, so a checkpoint that is being written is completed. `claim` is rank 0's.
 
-    Args:
-        folder: The folder of the run's checkpoints.
-        claim: Rank 0's right to write to the folder; None on other ranks.
-        shared: Ranks may have their own states.
+    Raises:
+        ConfigError: Ranks have their own states, but don't see the same folder.
     """
 
     def __init__(
@@ -55,11 +53,6 @@ class Saver:
         claim: Claim | None,
         shared: bool = False,
     ) -> None:
-        """Prepare to write checkpoints into the folder.
-
-        Raises:
-            ConfigError: Ranks have their own states, but don't see the same folder.
-        """
         self.folder, self.options, self.ranks, self.heartbeat, self.claim = folder, options, ranks, heartbeat, claim
         self.attempt = claim.attempt if claim else Attempt(0, "")
         self.shares = shared and ranks.world > 1
@@ -83,7 +76,7 @@ class Saver:
             self._refuse_other_disks()
 
     def reserve(self, common: dict[str, Any], parts: dict[str, Any]) -> None:
-        """Allocate memory for such a `State` in the thread, unless a checkpoint has already been requested."""
+        """Allocate memory for such a state in the thread, unless a checkpoint has already been requested."""
         if self.requested < 0 and (common or parts):
             self.reserving = self.thread.submit(self._reserve, common, parts)
 
@@ -100,7 +93,7 @@ class Saver:
 
         Args:
             must: Don't skip this checkpoint while another one is being written.
-            stopped: The last checkpoint may fail if there is an older one, because the run will be restarted.
+            stopped: A signal ends the run, so the last checkpoint may fail if there is an older one to restart from.
             saved: An equal checkpoint of this step exists already.
 
         Raises:
@@ -119,8 +112,8 @@ class Saver:
     def check(self, ends: bool = False) -> None:
         """Process the result of a checkpoint at the end of a step. A collective while ranks write their own files.
 
-        Raises:
-            ConfigError: Too many checkpoints in a row have failed. If the run `ends`, only its last checkpoint counts.
+        Raises ConfigError if too many checkpoints in a row have failed, unless the run `ends`: then only the last
+        counts.
         """
         if self.staging:
             self._poll()
@@ -144,14 +137,11 @@ class Saver:
             self.claim.close()
 
     def _moved(self) -> None:
-        """Write a heartbeat after each piece while the process ends, so that a slow disk does not look like a hang.
-
-        Before the end, only steps write heartbeats.
-        """
+        """Write a heartbeat after each piece once the process closes, so that a slow disk doesn't look like a hang."""
         if self.closing and self.staging:
             raise OSError(errno.ECANCELED, "the run ended before all ranks had written their files")
         if self.closing and self.writing is not None:
-            self.heartbeat.beat(busy=True)
+            self.heartbeat.beat(busy=True)  # before the end, only steps do so
 
     def _refuse_other_disks(self) -> None:
         self.attempt = Attempt(*self.ranks.first(self.attempt))
@@ -163,7 +153,6 @@ class Saver:
             )
 
     def _is_free(self, step: int) -> bool:
-        """Return whether to begin a checkpoint; with `when_busy=skip`, false while another one is being written."""
         writing = self.writing is not None and (self.staging or not self.writing.done())
         if writing and self.options.when_busy == "skip":
             text = "checkpoint of step %d is skipped: the checkpoint of step %d is still being written"
@@ -233,7 +222,6 @@ class Saver:
 
     @during(Phase.CHECKPOINT)
     def _settle(self) -> None:
-        """Process the result of the checkpoint that was being written."""
         assert self.writing is not None
         written = self.writing.result()  # raises any error but an OSError: a bug
         self.writing = None
@@ -292,11 +280,7 @@ class Saver:
         return written
 
     def _refuse_lost(self, step: int, stopped: bool) -> None:
-        """Raise on all ranks if the last checkpoint is missing. A collective, because only rank 0 knows of a failure.
-
-        Raises:
-            ConfigError: The last checkpoint failed, and no signal `stopped` a run that has an older one.
-        """
+        """Raise on all ranks if the last checkpoint is missing. A collective: only rank 0 knows of a failure."""
         refusal = ""
         if self.error and stopped and (older := locate.checkpoints(self.folder)):
             log.error("the last step, %d, is in no checkpoint; %s is the newest", step, older[-1])
@@ -322,7 +306,6 @@ class Saver:
 
 @contextmanager
 def _warned(what: str) -> Iterator[None]:
-    """Log an OSError of the block as a warning."""
     try:
         yield
     except OSError as error:
@@ -330,7 +313,7 @@ def _warned(what: str) -> Iterator[None]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the total bytes of the files in a folder. Files that vanish meanwhile don't count."""
+    """Return the total bytes of the files in a folder; files that vanish meanwhile don't count."""
     total = 0
     for file in folder.iterdir():
         with suppress(OSError):

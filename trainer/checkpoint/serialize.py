@@ -28,10 +28,7 @@ SECTION = re.compile(r"[A-Za-z0-9_-]{1,99}")  # a section's name, which becomes 
 class Part:
     """The slice of a tensor that one rank has.
 
-    Args:
-        tensor: The slice, with the whole tensor's sizes except along `dimension`; or a tensor without dimensions.
-        shape: The shape of the whole tensor.
-        start: The slice's first index along `dimension` in the whole tensor.
+    `tensor` has the whole tensor's sizes except along `dimension`, where it begins at `start`; or it has no dimensions.
     """
 
     tensor: Any
@@ -47,19 +44,15 @@ class Part:
 def load_state(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool] = lambda section: True
 ) -> dict[str, Any]:
-    """Read the `wanted` sections, as `load_sections` yields them."""
     return dict(load_sections(folder, names, wanted))
 
 
 def load_sections(
     folder: Path, names: Collection[str], wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the `wanted` sections on the CPU, reading each only when it is requested.
+    """Yield the `wanted` sections, each read when it is requested, from the files in `names`, the manifest's.
 
-    Tensors that were stored once come back as one tensor, and any kind of dict as a dict.
-
-    Args:
-        names: The files in the manifest; no other file is read.
+    Tensors that were stored once come back as one CPU tensor, and any kind of dict as a dict.
 
     Raises:
         Damaged: A file has content that no `Snapshot` writes.
@@ -82,7 +75,6 @@ def load_sections(
 
 
 def rank_section(rank: int) -> str:
-    """Return the name of a rank's own section."""
     return f"rank-{rank:05d}"
 
 
@@ -96,7 +88,7 @@ ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")  # 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the live state of each parameter that `optimizer` trains, by its name in `module`, without settings.
 
-    Numbers of its group or of the optimizer that change with steps are included in each parameter's state.
+    Numbers of its group or of the optimizer that change with steps are included.
     """
     trained = _trained(optimizer, module)
     return {name: {**optimizer.state.get(p, {}), **kept_of(optimizer, own)} for name, (p, own) in trained.items()}
@@ -106,7 +98,7 @@ def load_optimizer_state(optimizer: Optimizer, module: nn.Module, state: Mapping
     """Restore a copy of `optimizer_state` in its own dtypes, whereas torch would cast to the parameter's.
 
     Raises:
-        ConfigError: The names differ from those of the parameters that `optimizer` trains, or a state's shape differs.
+        ConfigError: The names or shapes differ from those of the parameters that `optimizer` trains.
     """
     trained = _trained(optimizer, module)
     both = {"missing": trained.keys() - state.keys(), "unknown": state.keys() - trained.keys()}
@@ -136,7 +128,7 @@ class Pack:
         self.names: dict[tuple[Any, ...], str] = {}  # by their memory
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
-        """Encode `value` as JSON. An object with one key that begins with $ represents a value that JSON lacks."""
+        """Encode `value` as JSON. An object whose one key begins with $ represents a value that JSON lacks."""
         if isinstance(value, Tensor):
             return {"$tensor": self.add(value, path)}
         if isinstance(value, Part):
@@ -177,7 +169,6 @@ class Pack:
 
 
 def read_json(folder: Path, name: str, names: Collection[str]) -> Any:
-    """Read a JSON file of the checkpoint, which must be in `names`."""
     if name not in names:
         raise ValueError("its manifest does not name it")
     with opened(folder, name) as file:
@@ -219,11 +210,6 @@ def decode(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _part(tensor: Any, shape: list[Any], dimension: Any, start: Any, stop: Any) -> Part:
-    """Make a part from its description in a file.
-
-    Raises:
-        ValueError: It does not fit into a tensor of this shape.
-    """
     part = Part(tensor, tuple(shape), start, dimension)
     numbers = all(type(number) is int for number in (*shape, dimension, start, stop))
     if not numbers or not 0 <= dimension < len(shape) == len(tensor.shape) or part.stop != stop:
@@ -232,11 +218,7 @@ def _part(tensor: Any, shape: list[Any], dimension: Any, start: Any, stop: Any) 
 
 
 def strict_json(path: Path, most: int) -> Any:
-    """Parse JSON strictly.
-
-    Raises:
-        ValueError: The file has more than `most` bytes, NaN or a duplicate key, or is not JSON.
-    """
+    """Parse JSON; raise ValueError for more than `most` bytes, for NaN, and for a duplicate key."""
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -256,11 +238,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
-    """Return each parameter of the optimizer, with its group, by name.
-
-    Raises:
-        ConfigError: User code has replaced parameters during the run.
-    """
+    """Return each parameter of the optimizer, with its group, by name. User code may have replaced parameters."""
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     named = {name: (p, groups[p]) for name, p in module.named_parameters() if p in groups}
     fix = "keep the parameters of the start, and set their values, as by p.data.copy_(other)"
@@ -276,9 +254,8 @@ def _trained(optimizer: Optimizer, module: nn.Module) -> dict[str, tuple[nn.Para
 def _place(value: Any, key: str, parameter: nn.Parameter, on_device: bool) -> Any:
     """Copy `value` to the device on which the optimizer expects it, in the parameter's memory format.
 
-    Args:
-        on_device: Scalars are on the device too, as in ASGD or in a fused or capturable optimizer. Others keep "step"
-            on the host, and so does NAdam its mu_product.
+    With `on_device`, scalars are on the device too, as in ASGD or in a fused or capturable optimizer. Others keep
+    "step" on the host, and so does NAdam its mu_product.
     """
     if isinstance(value, dict):
         return {k: _place(v, k, parameter, on_device) for k, v in value.items()}

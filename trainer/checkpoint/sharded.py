@@ -12,11 +12,8 @@ from trainer.comm.slices import is_sharded, local, own_slice
 def parts_of(state: dict[str, Any], rank: int, path: str = "") -> dict[str, Any]:
     """Return this rank's share of a state, nested dicts of tensors and plain values, that all ranks have.
 
-    The ranks in the same mesh as rank 0 save their slices of sharded tensors. If several ranks have copies of a slice,
-    the first of them saves it. Rank 0 saves everything else.
-
-    Raises:
-        ConfigError: A sharded tensor is not sliced along a single dimension.
+    The ranks in rank 0's mesh save their slices of sharded tensors; the first of several copies is saved. Rank 0 saves
+    everything else. A tensor that is sliced along several dimensions raises ConfigError.
     """
     parts: dict[str, Any] = {}
     for key, value in state.items():
@@ -43,7 +40,7 @@ def has_first_copy(tensor: Any) -> bool:
 
 
 def read_like(like: Any, stored: Any, name: str = "") -> Any:
-    """Read stored tensors, or nested dicts of them: this rank's slice wherever `like` has a sharded tensor."""
+    """Read stored tensors, or nested dicts of them: only this rank's slice if `like` is sharded."""
     if isinstance(stored, dict):
         return {key: read_like(like, value, name) for key, value in stored.items()}
     if not (is_sharded(like) and isinstance(stored, Stored) and stored.shape == tuple(like.shape)):

@@ -28,13 +28,10 @@ class Snapshot:
     def take(self, state: Mapping[str, Any], file: str = STATE) -> dict[str, memoryview]:
         """Copy a state, and return its files, which are valid from `wait` until the next call.
 
-        SECTION.safetensors has the tensors of each section, and `file` has the rest. A tensor is named by its path in
+        Each section's tensors are in SECTION.safetensors, and the rest is in `file`. A tensor is named by its path in
         the section, joined with "/", so that a module's state_dict keeps its names. Tensors that share memory are
-        stored once, under the first name. Their memory layout is not kept.
-
-        Raises:
-            TypeError: A value is not a tensor, str, bool, int, float, None, dict, list or tuple. The message has its
-                path.
+        stored once, under the first name. Their memory layout is not kept. Other values than tensors, str, bool, int,
+        float, None, dict, list and tuple raise TypeError, with their path.
         """
         content: dict[str, Any] = {}
         buffers: dict[str, SafetensorsBuffer] = {}

@@ -32,11 +32,7 @@ STATES = (*SAVED, "load_state_dict", "load_rank_state_dict", "merge_rank_states"
 
 
 def refuse_no_callback(key: str, callback: Any) -> None:
-    """Refuse anything but a callback, with a hint if it is a class or a name.
-
-    Raises:
-        ConfigError: The message says how to give an object.
-    """
+    """Refuse anything but a callback, with a hint if it is a class or a name."""
     if isinstance(callback, Callback):
         return
     if isinstance(callback, type):
@@ -49,14 +45,12 @@ def refuse_no_callback(key: str, callback: Any) -> None:
 
 
 def refuse_other_hooks(name: str, callback: Callback) -> None:
-    """Raise ConfigError if a hook can't be called with the arguments that `Callback` declares."""
     for hook in (*HOOKS, *STATES):
         if other := other_parameters(getattr(callback, hook), getattr(Callback, hook)):
             raise ConfigError(f"callbacks.{name}.{hook}{other}")
 
 
 def refuse_other_value(name: str, hook: str, value: Any) -> None:
-    """Raise ConfigError if a hook that makes or wraps an object returned None or the wrong kind."""
     kind, expected = RETURNED.get(hook, (object, "the object that it was given, wrapped or not"))
     optimizer = hook == "wrap_optimizer" and not hasattr(value, "param_groups")
     if value is None or isinstance(value, type) or not isinstance(value, kind) or optimizer:
@@ -70,11 +64,7 @@ def owner(call: Callable[..., Any], callbacks: Mapping[str, Callback]) -> str:
 
 
 def numbers_only(call: Callable[..., Any], metrics: dict[str, float], callbacks: Mapping[str, Callback]) -> None:
-    """Convert what the hook `call` has added to `trainer.metrics` into plain numbers.
-
-    Raises:
-        ConfigError: A value is not a number.
-    """
+    """Convert what the hook `call` has added to `trainer.metrics` into plain numbers."""
     for key, value in metrics.items():
         if type(value) is not float and type(value) is not int:
             if (number := number_of(value)) is None:
@@ -86,11 +76,7 @@ def numbers_only(call: Callable[..., Any], metrics: dict[str, float], callbacks:
 
 
 def saved(name: str, callback: Callback, hook: str) -> dict[str, Any]:
-    """Return the state that a hook supplies for a checkpoint.
-
-    Raises:
-        ConfigError: The value can't be saved. Echelon's own callbacks are not checked.
-    """
+    """Return the state that a hook supplies for a checkpoint, checked unless the callback is Echelon's own."""
     value, where = getattr(callback, hook)(), f"callbacks.{name}.{hook}()"
     if type(callback).__module__.startswith("trainer."):
         return value
@@ -110,13 +96,8 @@ def refuse_attributes(
 ) -> None:
     """Refuse attributes that were set on the trainer but that nothing reads.
 
-    Args:
-        new: Attributes that the trainer does not have.
-        replaced: Attributes that only take effect at set-up.
-        known: All attributes of the trainer.
-
-    Raises:
-        ConfigError: The message names the callback, if its source shows that it sets the attribute.
+    `new` ones the trainer does not have; `replaced` ones only take effect at set-up. The message names the callback, if
+    its source shows that it sets the attribute.
     """
     for name in (*sorted(new), *replaced):
         where = next((f"callbacks.{c}.{hook}(): " for c, one in callbacks.items() for hook in setters(one, name)), "")
@@ -129,7 +110,6 @@ def refuse_attributes(
 
 
 def refuse_endless(max_steps: int | None, callbacks: Mapping[str, Callback]) -> None:
-    """Raise ConfigError if a run has neither a limit nor a callback that calls `trainer.stop`."""
     ends = ("stop", "stop_reason")
     if max_steps is None and not any(setters(callback, name) for callback in callbacks.values() for name in ends):
         raise ConfigError(

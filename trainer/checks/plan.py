@@ -21,8 +21,8 @@ MOST_RANKS = 1 << 20  # the most ranks that a manifest may have
 def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
     """Return the callbacks that a resume compares.
 
-    Callbacks that distribute the model are excluded, because a checkpoint can be resumed with any layout. So are
-    observers, which change no weights.
+    A checkpoint can be resumed with any layout, so callbacks that distribute the model are excluded. So are observers,
+    which change no weights.
     """
     return [
         name for name, callback in callbacks.items() if not (observes(callback) or overrides(callback, "distribute"))
@@ -30,7 +30,7 @@ def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
 
 
 def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
-    """Return a checkpoint's identity by today's names, without observers with state, which older versions listed."""
+    """Return a checkpoint's identity by today's names, without the observers that older versions listed."""
     settings, saved = manifest.get("settings", {}), manifest["identity"]
     identity = {RENAMED.get(f"data.{key}", str(key)).removeprefix("data."): value for key, value in saved.items()}
     listed = identity.get("callbacks")
@@ -65,14 +65,13 @@ def refuse_more(options: Options, world: int) -> None:
 
 
 def refuse_no_functions(data: DataOptions) -> None:
-    """Refuse non-functions in `data.decoders` and `data.map`. Names in a config are already resolved."""
+    """Refuse non-functions in `data.decoders` and `data.map`; a config's names are already resolved."""
     for key, functions in (("data.decoders", data.decoders), ("data.map", data.map)):
         for number, function in enumerate(functions):
             checked(f"{key}.{number}", function, Callable[..., Any])
 
 
 def refuse_incomplete(recipe: Any, callbacks: Mapping[str, Any]) -> None:
-    """Refuse a recipe or callback that is the wrong kind of object, lacks a method, or has wrong parameters."""
     if isinstance(recipe, type):
         raise ConfigError(f"recipe: is the class {recipe.__name__}, not an object of it; give {recipe.__name__}()")
     missing = [name for name in ("model", "data", "loss") if not callable(getattr(recipe, name, None))]
@@ -120,11 +119,7 @@ def refuse_other_manifests(manifest: Mapping[str, Any], key: str) -> None:
 
 
 def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, Any], world: int) -> None:
-    """Refuse a resume on another number of ranks if a callback can't merge the ranks' states.
-
-    Raises:
-        ConfigError: The checkpoint has a state per rank, and the callback has no merge_rank_states.
-    """
+    """Refuse a resume on another number of ranks if a callback has no `merge_rank_states`."""
     for name in sorted(callbacks.keys() & set(manifest.get("rank_states", ()))):
         if not overrides(callbacks[name], "merge_rank_states"):
             raise ConfigError(
@@ -135,7 +130,7 @@ def refuse_unmerged(callbacks: Mapping[str, Callback], manifest: Mapping[str, An
 
 
 def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Refuse another recipe's checkpoint by name, because a fingerprint of the data would mean nothing to a user."""
+    """Refuse another recipe's checkpoint by name, because the data's fingerprint means nothing to a user."""
     was, now = str(manifest.get("settings", {}).get("recipe._target_", "")).rpartition(".")[2], type(recipe).__name__
     if was not in ("", now) and own["data"] != manifest["identity"]["data"] and "data" not in accept:
         raise ConfigError(
@@ -145,11 +140,7 @@ def refuse_other_recipe(recipe: Any, manifest: Mapping[str, Any], own: Mapping[s
 
 
 def refuse_other_pass(was: Any, now: int, accepted: bool) -> None:
-    """Refuse a resume if a pass over the iterable has another number of samples, because it would start mid-pass.
-
-    Raises:
-        ConfigError: The difference is not `accepted`.
-    """
+    """Refuse a pass over the iterable with another number of samples, because the run would start mid-pass."""
     text = (
         f"a pass over recipe.data('train') had {short(was)} samples in the checkpoint and has {now}, since a short "
         "last batch counts as a whole one"
@@ -163,11 +154,7 @@ def refuse_other_pass(was: Any, now: int, accepted: bool) -> None:
 
 
 def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept: list[str]) -> None:
-    """Refuse a resume if a key present in both differs and is not in `accept`.
-
-    Raises:
-        ConfigError: The message names each key, both values, and the setting that accepts the difference.
-    """
+    """Refuse a resume if a key present in both differs and is not in `accept`."""
     different = [key for key in own if key in saved and saved[key] != own[key]]
     for key in different:
         if key in accept:

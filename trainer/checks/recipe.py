@@ -44,7 +44,7 @@ class CheckedLoss:
 
     Args:
         weight: Counts the items of a batch. A loss over no items needs no gradient.
-        defers: Whether a callback steps weights during a pass, so that an in-place change may not be the recipe's.
+        defers: A callback steps weights during a pass, so an in-place change may not be the recipe's.
         elsewhere: Parameters of the recipe outside of the model, by id.
     """
 
@@ -62,9 +62,8 @@ class CheckedLoss:
         try:
             loss = self.loss(model, batch)
         except AttributeError as error:
-            if error.obj is model and hasattr(
-                getattr(model, "module", None), error.name or ""
-            ):  # of the model that this one wraps
+            wrapped = getattr(model, "module", None)
+            if error.obj is model and hasattr(wrapped, error.name or ""):
                 raise ConfigError(
                     f"recipe.loss(): uses model.{error.name}, which {type(model).__name__} lacks; call model(...) "
                     "itself, so that ranks average its gradients"
@@ -82,9 +81,7 @@ class CheckedLoss:
     def explain(self, error: Exception, loss: Any, model: nn.Module) -> ConfigError | None:
         """Return the mistake in the recipe that caused `error` in a pass; None if `loss` itself raised it.
 
-        Args:
-            loss: The unchecked value of a call after the first, or `MISSING`.
-            model: The model with which `loss` was called.
+        `loss` is the unchecked value of a call after the first, or `MISSING`, and `model` the argument of that call.
         """
         text = str(error)
         if unused := UNUSED.search(text):
@@ -111,7 +108,7 @@ def parameters_elsewhere(recipe: Any, model: nn.Module) -> dict[int, str]:
 
 
 def refuse_trained_elsewhere(loss: Tensor, elsewhere: Mapping[int, str]) -> None:
-    """Raise ConfigError if a loss has a gradient for a parameter that no optimizer steps."""
+    """Refuse a loss that has a gradient for a parameter that no optimizer steps."""
     ahead, seen = [loss.grad_fn] if elsewhere else [], set[Any]()
     while ahead:
         node = ahead.pop()
@@ -132,7 +129,6 @@ def is_one_number(value: Any) -> bool:
 
 
 def check_loss(loss: Any) -> None:
-    """Raise ConfigError if a loss is not a tensor of one number."""
     if not is_one_number(loss):
         raise not_one_number(loss)
 
@@ -142,7 +138,6 @@ def not_one_number(loss: Any) -> ConfigError:
 
 
 def hint(value: Any) -> str:
-    """Return how to get a loss from what `recipe.loss` returned; empty if unknown."""
     if isinstance(value, tuple) and value and isinstance(value[0], Tensor) and value[0].numel() == 1:
         return ", such as its first item"
     return "; a function without `return` gives None" if value is None else ""
@@ -153,7 +148,6 @@ def without_gradient(loss: Tensor) -> ConfigError:
 
 
 def unused_parameters(numbers: str, model: nn.Module) -> str:
-    """Return the names of the parameters with these indices, and the fix."""
     names = [name for name, p in getattr(model, "module", model).named_parameters() if p.requires_grad]
     own = [names[i] for i in map(int, numbers.split()) if i < len(names)]
     more = f" and {len(own) - 3} more" if len(own) > 3 else ""
@@ -164,7 +158,7 @@ def unused_parameters(numbers: str, model: nn.Module) -> str:
 
 
 def refuse_other_parameters(recipe: Any) -> None:
-    """Raise ConfigError if a method can't be called with the arguments in trainer/recipe.py."""
+    """Refuse a method that can't be called with the arguments in trainer/recipe.py."""
     for name, expected in (vars(Recipe) | vars(Optional)).items():
         method = getattr(recipe, name, None)
         if name.startswith("_") or not inspect.isfunction(expected) or not callable(method):
@@ -189,7 +183,7 @@ def other_parameters(method: Callable[..., Any], expected: Callable[..., Any]) -
 
 
 def refuse_no_tensors(model: nn.Module) -> None:
-    """Raise ConfigError if a model's state has anything but tensors, for example from `get_extra_state`."""
+    """Refuse a model whose state has anything but tensors, for example from `get_extra_state`."""
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ConfigError(
@@ -199,11 +193,7 @@ def refuse_no_tensors(model: nn.Module) -> None:
 
 
 def build_model(recipe: Any) -> nn.Module:
-    """Call `recipe.model`, and unwrap a model that is already compiled or distributed.
-
-    Raises:
-        ConfigError: The recipe does not return a module.
-    """
+    """Call `recipe.model`, and unwrap a model that is already compiled or distributed."""
     model = unwrapped(recipe.model())
     if not isinstance(model, nn.Module):
         raise refusal("model", model, "an nn.Module")
@@ -218,11 +208,7 @@ def build_model(recipe: Any) -> nn.Module:
 
 
 def unwrapped(model: Any) -> Any:
-    """Remove the wrapper of torch.compile, DataParallel or DDP, whose parameter names would end up in checkpoints.
-
-    Raises:
-        ConfigError: FSDP has already sharded the parameters.
-    """
+    """Remove the wrapper of torch.compile, DataParallel or DDP, whose parameter names would end up in checkpoints."""
     name = type(model).__name__
     if name == "FullyShardedDataParallel" or any("FSDPModule" in kind.__name__ for kind in type(model).__mro__):
         raise ConfigError(
@@ -236,7 +222,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def refuse_wrapped_parts(model: nn.Module) -> None:
-    """Raise ConfigError for TorchScript, and for a wrapper inside the model, whose names would get into checkpoints."""
+    """Refuse TorchScript, and a wrapper inside the model, whose names would get into checkpoints."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ConfigError("recipe.model(): is TorchScript, which callbacks can't change; return the nn.Module itself")
     for name, part in model.named_modules():
@@ -251,7 +237,6 @@ def refuse_wrapped_parts(model: nn.Module) -> None:
 
 
 def refuse_untrained(model: nn.Module) -> None:
-    """Raise ConfigError if no parameter of the model trains."""
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         has = f"all {len(parameters)} parameters are frozen" if parameters else "the model has no parameters"
@@ -259,18 +244,13 @@ def refuse_untrained(model: nn.Module) -> None:
 
 
 def refuse_complex(model: nn.Module, key: str, why: str) -> None:
-    """Raise ConfigError if a setting that needs real weights meets a complex one that trains."""
     name = next((name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()), None)
     if name is not None:
         raise ConfigError(f"{key}: {why}, and {name} is complex; leave it out, or keep the weight as two real ones")
 
 
 def check_metrics(found: Any, method: str = "metrics") -> dict[str, tuple[Tensor, int]]:
-    """Check what `recipe.metrics` or a similar method returned; return it with counts as plain ints.
-
-    Raises:
-        ConfigError: `found` is not a dict of name -> (sum, count), or a count is negative.
-    """
+    """Return what `recipe.metrics` or a similar method returned, with counts as plain ints."""
     if not isinstance(found, Mapping):
         raise refusal(method, found, METRICS)
     checked = {}
@@ -303,16 +283,10 @@ def number_of(value: Any) -> float | None:
 
 
 def weight_of(recipe: Any) -> Callable[[Any], int] | None:
-    """Return the recipe's `weight`, checked at each call; None without one."""
     return partial(count_items, recipe.weight) if hasattr(recipe, "weight") else None
 
 
 def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
-    """Return `weight(batch)` as an int.
-
-    Raises:
-        ConfigError: The weight is not a whole number, or is negative.
-    """
     count = weight(batch)
     try:
         items = int(count)
@@ -325,11 +299,6 @@ def count_items(weight: Callable[[Any], Any], batch: Any) -> int:
 
 
 def call_summary(recipe: Any) -> dict[str, float]:
-    """Return the numbers of `recipe.summary`; an empty dict if the recipe has none.
-
-    Raises:
-        ConfigError: The value is not a dict of name -> number.
-    """
     found = recipe.summary() if hasattr(recipe, "summary") else {}
     expected = "a dict of name -> number"
     if not isinstance(found, Mapping):
@@ -341,7 +310,6 @@ def call_summary(recipe: Any) -> dict[str, float]:
 
 
 def check_rates(recipe: Any) -> None:
-    """Raise ConfigError if a recipe's attribute for perf/ metrics is not a number."""
     for name in ("tokens_per_sample", "flops_per_sample"):
         value = getattr(recipe, name, None)
         if value is not None and not isinstance(value, Real):
@@ -349,15 +317,7 @@ def check_rates(recipe: Any) -> None:
 
 
 def try_summary(recipe: Any, rank: int, each: Callable[[Any], list[Any]]) -> None:
-    """Call `recipe.summary` on rank 0; raise on every rank if it fails. A collective.
-
-    Args:
-        each: Gathers the values of all ranks on every rank.
-
-    Raises:
-        ConfigError: `summary` returned something other than numbers.
-        DistError: `summary` failed on rank 0. Raised on the other ranks.
-    """
+    """Call `recipe.summary` on rank 0; raise on every rank if it fails: DistError on the others. A collective."""
     failure = None
     try:
         if rank == 0:

@@ -6,14 +6,10 @@ from trainer.errors import ConfigError
 def split_batch(
     batch: int, world: int, micro_batch: int | None, accumulate: int | None, uneven: bool = False
 ) -> tuple[int, int]:
-    """Split a global `batch` over `world` ranks. Return the largest micro-batch, and the micro-batches per step.
+    """Split a global `batch` over `world` ranks; return the largest micro-batch, and the micro-batches per step.
 
-    Args:
-        uneven: The number of ranks may change, so their shares may differ by a sample. `micro_batch` is then an upper
-            limit, from which `accumulate` follows.
-
-    Raises:
-        ConfigError: The batch is not divisible. The message suggests the nearest sizes that are.
+    With `uneven`, the number of ranks may change, so their shares may differ by a sample. `micro_batch` is then an
+    upper limit, from which `accumulate` follows.
     """
     for key, value in (("batch", batch), ("micro_batch", micro_batch), ("accumulate", accumulate)):
         if value is not None and value < 1:

@@ -18,7 +18,6 @@ def arguments(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_options(options: type[T], values: Mapping[str, Any]) -> T:
-    """Build the dataclass `options` from its section of the config, including nested dataclasses."""
     given = dict(values)
     for name, knob in option_parameters(options).items():
         if dataclasses.is_dataclass(knob.annotation) and name in given:
@@ -29,8 +28,8 @@ def build_options(options: type[T], values: Mapping[str, Any]) -> T:
 def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
     """Build the object that `node` describes; with `_partial_`, a function that still needs its first arguments.
 
-    An argument that the class lists in its `targets` names a class, and is replaced with that class. A nested node is
-    built if the argument's annotation includes `Made`.
+    An argument that the class lists in its `targets` is replaced with the class that it names. A nested node is built
+    if the argument's annotation includes `Made`.
     """
     target, given = locate(f"{key}._target_", node["_target_"], allow), arguments(node)
     for name in [name for name, value in given.items() if is_node(value)]:
@@ -43,7 +42,6 @@ def build(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
 
 
 def build_made(key: str, name: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> Any:
-    """Return the object of a node in an argument. Its class is checked before it is called."""
     kind = locate(f"{key}.{name}._target_", node["_target_"], allow)
     if not (isinstance(kind, type) and issubclass(kind, Made)):
         at = f"{key}.{name}"

@@ -30,13 +30,8 @@ STAGES = {"decoders": ("extension", "bytes"), "map": ("sample",)}  # of `data`: 
 def check(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
     """Check that every key is known, that every value has a valid type and range, and that nothing is missing.
 
-    A whole number such as 1e3 becomes an int in `config` where an int is expected.
-
-    Args:
-        allowed: Packages that a `_target_` may name, in addition to those in trainer.allow_targets.
-
-    Raises:
-        ConfigError: A check failed; the message names the first failure.
+    A whole number such as 1e3 becomes an int in `config` where an int is expected. A `_target_` may name the packages
+    `allowed`, and those in trainer.allow_targets.
     """
     if hidden := redacted_keys(config):
         raise ConfigError(f"{hidden[0]}={HIDDEN}: is a secret that was not printed; give its value")
@@ -66,7 +61,6 @@ def check(config: dict[str, Any], allowed: tuple[str, ...] = LIBRARIES) -> None:
 
 
 def absent_callback(name: str, others: Set[str]) -> str:
-    """Return the message for a key of a callback that is not in the run."""
     known = {path.stem for path in (CONF / "callbacks").glob("*.yaml")}
     near = difflib.get_close_matches(name, others, 1, 0.8)
     if near:
@@ -79,7 +73,6 @@ def absent_callback(name: str, others: Set[str]) -> str:
 
 
 def check_tuned(values: Any) -> None:
-    """Check the key that a result of trainer.tools.tune has, and most runs lack."""
     if values is None:
         return
     check_values(TUNED, values, option_parameters(Tuned))
@@ -106,7 +99,6 @@ def refuse_missing(node: Any, key: str) -> None:
 
 
 def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
-    """Check one `_target_` with its arguments."""
     if isinstance(node, Mapping) and isinstance(node.get(key), Mapping):
         raise ConfigError(
             f"{key}.{key}: is one level too deep; begin the YAML file with the line '# @package _global_'"
@@ -147,7 +139,6 @@ def refuse_classes(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) ->
 
 
 def split_groups(node: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the parameter groups' settings, and the optimizer's node without them."""
     return node.get("groups"), {name: value for name, value in node.items() if name != "groups"}
 
 
@@ -158,7 +149,7 @@ def check_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> None:
 
 
 def stage_node(key: str, item: Any) -> Mapping[str, Any]:
-    """Convert an item of `data.decoders` or `data.map` to a node. A plain name means a function without arguments."""
+    """Convert an item of `data.decoders` or `data.map` to a node; a plain name is a function without arguments."""
     if isinstance(item, str):
         return {"_target_": item, "_partial_": True}
     if not isinstance(item, Mapping) or "_target_" not in item:

@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
 
 def refuse_options(arguments: list[str]) -> None:
-    """Raise ConfigError for Hydra options that would look for other configs, or change nothing."""
+    """Refuse Hydra's options that would look for other configs, or change nothing."""
     for option, equals, _ in (word.partition("=") for word in arguments):
         if (option == "-cd" and equals) or (option.startswith("--config-") and option not in CONFIGS):
             raise ConfigError(f"{option}: can't be shortened here; --config-dir FOLDER adds your configs")
@@ -46,8 +46,7 @@ def refuse_options(arguments: list[str]) -> None:
 def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) -> list[Job]:
     """Compose the config of each job with Hydra: groups, overrides, multirun. No job if Hydra only prints something.
 
-    Args:
-        primary: The file with every key and the groups to compose.
+    `primary` is the file with every key and the groups to compose.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -105,7 +104,7 @@ def told_apart(job: Job, jobs: list[Job]) -> str:
 
 
 def fit_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path]) -> list[str]:
-    """Remove values from the config that a typed `optimizer=NAME` does not accept, unless they are typed as well.
+    """Remove values that a typed `optimizer=NAME` does not accept, unless they are typed as well.
 
     Return a message for each value that the recipe's YAML sets for the optimizer.
     """
@@ -125,8 +124,7 @@ def fit_optimizer(config: Mapping[str, Any], argv: list[str], folders: list[Path
 def leave_out(node: dict[str, Any], name: str, own: Mapping[str, Any], others: set[str]) -> list[str]:
     """Reset or remove each value that the optimizer does not accept; return a message for each.
 
-    Args:
-        others: Keys of any optimizer's YAML. Other keys stay, so that the check refuses them.
+    Only keys in `others`, of any optimizer's YAML, are removed; the check refuses the rest.
     """
     target, lines = str(node.get("_target_")), []
     if not target.startswith("trainer.optim.") or target != own["_target_"]:
@@ -160,7 +158,6 @@ def original_override(override: str) -> str:
 
 
 def explain(error: Exception, folders: list[Path]) -> str:
-    """Return Hydra's error as one line that includes the fix."""
     from hydra.errors import MissingConfigException, OverrideParseException
     from yaml import MarkedYAMLError
 
@@ -211,8 +208,8 @@ def is_override(word: str) -> bool:
 def normalize(word: str, folders: list[Path]) -> str:
     """Convert an argument to Hydra's form.
 
-    Hydra accepts any key as a new one, because `check` knows the keys and has better messages. `callbacks=[...]` and
-    `+callbacks=[...]` mean the same, and may name a default callback. So do `tuned=NAME` and `+tuned=NAME`.
+    Hydra accepts any key as a new one, because `check` has better messages. `callbacks=[...]` and `+callbacks=[...]`
+    mean the same, and may name a default callback. So do `tuned=NAME` and `+tuned=NAME`.
     """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
@@ -229,8 +226,8 @@ def normalize(word: str, folders: list[Path]) -> str:
     if name == "tuned":
         known = choices(name, folders)
         if unknown := [each for each in value.split(",") if each not in known]:
-            way_out = f"{nearest(unknown[0], known)}; --config-dir FOLDER names the folder that has tuned/"
-            raise ConfigError(f"tuned={unknown[0]}: there is no such file; {way_out}")
+            fix = f"{nearest(unknown[0], known)}; --config-dir FOLDER names the folder that has tuned/"
+            raise ConfigError(f"tuned={unknown[0]}: there is no such file; {fix}")
         return f"+tuned={value}"
     if any((folder / name).is_dir() for folder in folders):
         if value == "null":
@@ -245,7 +242,7 @@ def normalize(word: str, folders: list[Path]) -> str:
 
 
 def merge_callbacks(words: list[str], primary: Path = PRIMARY) -> list[str]:
-    """Merge all lists of callbacks into one, without default ones, because Hydra would use only the last list."""
+    """Merge all lists of callbacks into one, without default ones, because Hydra would use only the last."""
     given = [re.findall(r"\[([^][]*)\]", word) for word in words if word.startswith("callbacks=")]
     if not given or [] in given:  # no list, or one that Hydra will refuse
         return words

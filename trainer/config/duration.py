@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -21,13 +22,10 @@ class Duration:
         if isinstance(text, Duration):
             return text
         match = re.fullmatch(r"\s*([0-9._]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text))
-        unit = next(
-            (u for u in UNITS if match and u in (match[2], match[2] + "s")), "" if match and match[2] else "steps"
-        )
-        try:
+        unit = next((u for u in UNITS if match and u in (match[2] or "steps", f"{match[2]}s")), "")
+        amount = -1.0
+        with suppress(ValueError):
             amount = float(match[1]) if match else -1.0
-        except ValueError:
-            amount = -1.0
         if not 0 <= amount < math.inf or not unit:
             raise ConfigError(
                 f"{key}={text}: is not a duration; write for example {key}='200 steps' ({', '.join(UNITS)})"
@@ -35,19 +33,11 @@ class Duration:
         return cls(amount, unit)
 
     def steps(self, key: str, batch: int, epoch_samples: int | None) -> int:
-        """Convert to optimizer steps, rounded up. `batch` is the global batch, in samples.
-
-        Raises:
-            ConfigError: As of `samples`.
-        """
+        """Convert to optimizer steps, rounded up. `batch` is the global batch, in samples."""
         return math.ceil(self.samples(key, batch, epoch_samples) / batch)
 
     def samples(self, key: str, batch: int, epoch_samples: int | None) -> Fraction:
-        """Convert to samples.
-
-        Raises:
-            ConfigError: The unit is minutes, or is epochs although the data's length is unknown.
-        """
+        """Convert to samples; a ConfigError for minutes, and for epochs if the data's length is unknown."""
         if self.unit == "minutes":
             raise ConfigError(
                 f"{key}={self}: must be a number of steps known before the run; give steps, samples or epochs"
@@ -64,10 +54,8 @@ class Duration:
 class Periods:
     """Periods of equal length. A period ends at the first step whose position reaches its end.
 
-    Args:
-        position: Returns the position of a step in the run, in steps or in samples.
-        length: Length of a period, in the same unit; more than 0.
-        start: Start of the first period.
+    `position` returns a step's position in the run, in steps or in samples. `length`, more than 0, and `start` of the
+    first period have the same unit.
     """
 
     def __init__(self, position: Callable[[int], int], length: Fraction, start: Fraction = Fraction(0)) -> None:
@@ -83,5 +71,5 @@ class Periods:
         return Fraction(self.start + (self.passed(step) + 1) * self.length, self.scale)
 
     def end_at(self, step: int) -> bool:
-        """Return whether the start or the end of a period lies at a step, and not at the one before."""
+        """Return whether a period starts or ends at this step, and not at the one before."""
         return self.passed(step) > self.passed(step - 1)

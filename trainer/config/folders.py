@@ -25,7 +25,6 @@ def choices(group: str, folders: list[Path]) -> dict[str, Path]:
 
 
 def config_dirs(arguments: list[str]) -> list[Path]:
-    """Return the folders given by --config-dir."""
     names = [b for a, b in itertools.pairwise(arguments) if a in ("--config-dir", "-cd")]
     names += [a.partition("=")[2] for a in arguments if a.startswith("--config-dir=")]
     for name in names:

@@ -39,10 +39,7 @@ def own_hydra() -> Iterator[None]:
     """Inside the block, refuse anything that would let Hydra do more than compose a config; see `refuse_jobs`.
 
     A folder `hydra_plugins` in the working folder is not loaded, because Hydra would run all of its modules. The
-    sweeper's record of a multirun is not written, because it would contain secrets, and replace a user's file.
-
-    Raises:
-        ConfigError: An argument or one of the user's files sets more.
+    sweeper's record of a multirun is not written: it would contain secrets, and replace a user's file.
     """
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository
@@ -73,11 +70,7 @@ def own_hydra() -> Iterator[None]:
 
 @contextlib.contextmanager
 def composed_once(words: list[str], places: list[Path]) -> Iterator[None]:
-    """Keep Hydra from composing twice just to read hydra.mode, unless an argument or a user's file may set it.
-
-    Args:
-        places: The folders of the user's files.
-    """
+    """Keep Hydra from composing twice just to read hydra.mode, unless an argument or a file in `places` may set it."""
     from hydra._internal.hydra import Hydra
 
     files = (path.read_text(errors="replace") for place in places for path in place.glob("*.yaml"))
@@ -88,7 +81,6 @@ def composed_once(words: list[str], places: list[Path]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
-    """Replace an attribute's value inside the block."""
     own = getattr(owner, name)
     setattr(owner, name, by)
     try:
@@ -98,13 +90,9 @@ def replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
 
 
 def refuse_jobs(settings: Any) -> None:
-    """Refuse settings of Hydra's jobs, because such a job only composes a config, and the run comes later.
+    """Refuse settings of Hydra's jobs, which only compose a config: they change nothing, or import what they name.
 
     Values are compared unresolved, because Hydra resolves them later.
-
-    Raises:
-        ConfigError: There is one that would change nothing or import what it names, or a launcher or sweeper other
-            than Hydra's basic ones.
     """
     from omegaconf import OmegaConf
 
@@ -131,20 +119,18 @@ def refuse_jobs(settings: Any) -> None:
 
 
 def chosen(plain: Any, key: str) -> Any:
-    """Return the value of a dotted key; None if there is none."""
     for part in key.split("."):
         plain = plain.get(part) if isinstance(plain, Mapping) else None
     return plain
 
 
 def is_nested(value: Any) -> bool:
-    """Return whether a plugin's value contains a nested node, which Hydra would build."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return any(isinstance(each, Mapping | list) for each in inner)
 
 
 def refuse_packages(search_path: Any) -> None:
-    """Raise ConfigError for config sources that are not folders, because Hydra would import a package to search it."""
+    """Refuse config sources that are not folders, because Hydra would import a package to search it."""
     for place in search_path.get_path():
         scheme, separator, _ = str(place.path).partition("://")
         if separator and scheme != "file" and str(place.provider).startswith(OF_USERS):
@@ -156,7 +142,6 @@ def refuse_packages(search_path: Any) -> None:
 
 @contextlib.contextmanager
 def without_working_folder() -> Iterator[None]:
-    """Keep imports from finding modules in the working folder."""
     whole, here = sys.path[:], os.getcwd()
     sys.path[:] = [folder for folder in whole if os.path.abspath(folder) != here]
     try:

@@ -11,14 +11,9 @@ NOT_SETTINGS = ("match", "params")
 
 
 def check_groups(key: str, groups: Any, by: str = "match", known: Mapping[str, Any] | None = None) -> None:
-    """Check the form of groups: a list of mappings, each of which selects its parameters.
+    """Check groups: a list of mappings, each of which selects its parameters by the key `by`: `match` or `params`.
 
-    Args:
-        by: The key that selects parameters: `match`, with one or more patterns, or `params`.
-        known: The optimizer's settings with their types; None: not known yet.
-
-    Raises:
-        ConfigError: The message names the first fault.
+    `known` has the optimizer's settings with their types, if they are known yet.
     """
     if not isinstance(groups, list | tuple):
         raise ConfigError(f"{key}={groups}: must be a list of groups, such as [{{match: 'encoder.*', lr_scale: 0.1}}]")

@@ -55,7 +55,6 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
 
 @functools.lru_cache(256)
 def parse(content: bytes, source: Path) -> ast.Module:
-    """Parse the source of a module, which `knobs` and `constant` read for each of its names."""
     return ast.parse(content, source)
 
 
@@ -119,7 +118,6 @@ def _parameters(args: ast.arguments) -> dict[str, Knob]:
 
 
 def _annotation(node: ast.expr | None) -> Any:
-    """Return the type if it is made of plain types, else Any."""
     try:
         return eval(ast.unparse(node), {"__builtins__": {}}, PLAIN) if node else Any
     except (NameError, TypeError, AttributeError, SyntaxError):

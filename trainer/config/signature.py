@@ -48,12 +48,7 @@ def _signature(config: Path, make: bool) -> str:
 
 
 def _key(make: bool) -> bytes:
-    """Return the user's key, which no other user can have read, guessed or written.
-
-    Raises:
-        UnusableKey: There is another file in its place.
-        OSError: There is no key, and none can be made.
-    """
+    """Return the user's key, which no other user can have read, guessed or written; UnusableKey if one could."""
     file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "echelon" / "key"
     if make and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""Finds the objects that a config may name: those named in conf/, and those in allowed packages."""
+"""Finds the objects that a config may name: those in conf/, and those in allowed packages."""
 
 import difflib
 import functools
@@ -18,13 +18,13 @@ from trainer.redact import children
 
 LIBRARIES = ("torch.nn", "torch.optim", "transformers")  # packages that a command's config may name
 OURS = ("trainer", "recipes")
-MOVED = ("loggers", "monitors")  # packages that took callbacks over
+MOVED = ("loggers", "monitors")  # have callbacks that older versions had in `callbacks` or `monitors`
 LIMITED = ("torch", "transformers")  # packages with functions and classes that run code which an argument names
 
 
 @functools.cache
 def named_in_conf() -> frozenset[str]:
-    """Return the targets that the YAML files of conf/ name: what any config may name of Echelon's own code."""
+    """Return the targets that conf/ names, which any config may name of Echelon's own code."""
     files = (path.read_text() for path in CONF.glob("*/*.yaml"))
     return frozenset(name for text in files for name in re.findall(r"_target_: *([\w.]+)", text))
 
@@ -32,7 +32,7 @@ def named_in_conf() -> frozenset[str]:
 def in_conf(target: str) -> str | None:
     """Return the name in conf/ of a target: the same, or a shorter one of the class that the target's module defines.
 
-    `recipes.lightning.recipe.Lightning` is `recipes.lightning.Lightning`. `locate` compares the classes. Configs of
+    `recipes.lightning.recipe.Lightning` is `recipes.lightning.Lightning`; `locate` compares the classes. Configs of
     older runs name modules of `trainer` by the packages that had them.
     """
     for name in (target, *moved(target)):
@@ -46,7 +46,6 @@ def in_conf(target: str) -> str | None:
 
 
 def moved(target: str) -> list[str]:
-    """Return where a callback may be now that an older version had in `trainer.callbacks` or `trainer.monitors`."""
     now = {re.sub(r"^trainer\.(callbacks|monitors)\.", f"trainer.{package}.", target) for package in MOVED}
     return sorted(now - {target})
 
@@ -56,7 +55,6 @@ def allows(packages: tuple[str, ...], module: str) -> bool:
 
 
 def refuse_package(key: str, value: str, module: str, allow: tuple[str, ...]) -> None:
-    """Refuse a value that names an object of this module, if no allowed package holds the module."""
     if allows(allow, module):
         return
     package = module.split(".")[0]
@@ -71,13 +69,12 @@ def refuse_package(key: str, value: str, module: str, allow: tuple[str, ...]) ->
 
 
 def refuse_target(key: str, target: str, allow: tuple[str, ...]) -> None:
-    """Refuse a target that neither conf/ nor an allowed package has."""
     if in_conf(target) is None:
         refuse_package(key, target, target, allow)
 
 
 def refuse_nested(key: str, value: Any) -> None:
-    """Refuse a `_target_` inside arguments, because the object that receives it may build it without these checks."""
+    """Refuse a `_target_` inside arguments, because the receiver may build it without these checks."""
     if isinstance(value, Mapping) and "_target_" in value:
         raise ConfigError(
             f"{key}._target_={value['_target_']}: a _target_ inside arguments is not built; give a plain value"
@@ -123,7 +120,7 @@ def locate(key: str, target: str, allow: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def refuse_unlimited(key: str, target: str, found: Any) -> None:
-    """Refuse all but public modules and optimizers of torch and transformers, whose constructors run no given code."""
+    """Refuse all of torch and transformers but public modules and optimizers, which run no given code."""
     from torch import nn, optim
 
     kinds = (nn.Module, optim.Optimizer)

@@ -92,11 +92,7 @@ OF_ADAM = {"adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas", "ad
 def expand(words: list[str]) -> tuple[list[str], list[tuple[int, str]]]:
     """Replace `recipe.args=FILE` in the command's arguments with the translated file, before all other arguments.
 
-    Returns:
-        The arguments, and messages for the log, each with its level.
-
-    Raises:
-        ConfigError: The file can't be read, or has an argument that Echelon lacks.
+    Return the arguments, and messages for the log, each with its level.
     """
     found = [match[1] for word in words if (match := WORD.fullmatch(word))]
     if not found:
@@ -137,7 +133,7 @@ def count_ranks(words: list[str]) -> int:
 
 
 def read(file: str) -> dict[str, Any]:
-    """Read the file, without nulls, which mean the default, except for clipping, where null disables it."""
+    """Read the file without nulls, which mean the default; only for clipping, null disables it."""
     try:
         found = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
@@ -150,11 +146,7 @@ def read(file: str) -> dict[str, Any]:
 
 
 def translate(given: Mapping[str, Any], key: str, ranks: int) -> list[str]:
-    """Translate to arguments of the command.
-
-    Raises:
-        ConfigError: Arguments have a wrong type, or Echelon lacks them; one message names them all.
-    """
+    """Translate to arguments of the command. One ConfigError names all that are wrong or that Echelon lacks."""
     if wrong := [*wrong_types(given)] or [*refusals(given)]:
         raise ConfigError(f"{key}: {'; and '.join(wrong)}")
     words = {SAME[name]: value for name, value in given.items() if name in SAME and value not in (None, "")}
@@ -174,7 +166,6 @@ def device_words(given: Mapping[str, Any]) -> list[str]:
 
 
 def wrong_types(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each value that is not a number, a boolean or an object where one is required."""
     for name, value in given.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
         if name in NUMBERS and value is not None and not number:
@@ -203,7 +194,6 @@ def refusals(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def unused(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
-    """Return a message about the arguments that are not read."""
     left = {name for name in given if name in {*WITHOUT_EFFECT, *OLD_WITHOUT_EFFECT} and given[name]}
     left |= switched_off(given) & given.keys()
     text = f"{key}: these name files, reports or evaluation, and change nothing here: {', '.join(sorted(left))}"
@@ -222,7 +212,6 @@ def switched_off(given: Mapping[str, Any]) -> set[str]:
 
 
 def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
-    """Return messages about the arguments that Echelon supports in part."""
     lines = []
     adam = OF_ADAM.keys() & given.keys()
     if adam and OPTIMIZERS.get(given.get("optim") or "") == "sgd":
@@ -240,7 +229,6 @@ def differences(given: Mapping[str, Any], key: str) -> list[tuple[int, str]]:
 
 
 def refused_values(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each unsupported value of a supported argument."""
     for name in ("logging_steps", "eval_steps", "save_steps"):
         if 0 < (given.get(name) or 0) < 1:
             yield f"{name}={given[name]}: is a part of the run; give a whole number of steps"
@@ -262,7 +250,6 @@ def refused_values(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refused_parts(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message for each unsupported value inside an argument that is an object."""
     for name, value in given.get("accelerator_config", {}).items():
         default, fix = PARTS.get(name, (None, "is no part of accelerator_config; remove it"))
         if fix and (name not in PARTS or value != default):
@@ -273,7 +260,6 @@ def refused_parts(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def default_values() -> dict[str, Any]:
-    """Return the defaults of the installed TrainingArguments."""
     import dataclasses
 
     from transformers import TrainingArguments
@@ -298,7 +284,6 @@ def epochs_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the end of the run, clipping, and arguments that have another form here."""
     words: dict[str, Any] = {}
     if given.get("max_steps", -1) > 0:
         words |= {"trainer.max_steps": given["max_steps"], "trainer.max_epochs": None}
@@ -316,7 +301,6 @@ def limits_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def intervals_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate the intervals at which a run logs, validates and saves."""
     words: dict[str, Any] = {}
     if given.get("logging_steps", 0) >= 1:
         words["trainer.log_every_steps"] = int(given["logging_steps"])

@@ -18,7 +18,6 @@ class Tuned:
 
 
 def cpu_name() -> str:
-    """Return the model of the CPU, as Linux knows it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -13,11 +13,7 @@ OTHER_BASE = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?
 
 @contextlib.contextmanager
 def checked_files() -> Iterator[None]:
-    """Check the files that Hydra reads inside the block.
-
-    Raises:
-        ConfigError: As of `check_file`.
-    """
+    """Check each file that Hydra reads inside the block."""
     from hydra._internal.config_repository import ConfigRepository
     from hydra.core.object_type import ObjectType
 
@@ -37,11 +33,7 @@ def checked_files() -> Iterator[None]:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that would be read differently from how it looks.
-
-    Raises:
-        ConfigError: It is not UTF-8, begins with a byte order mark, or has a number in another base.
-    """
+    """Refuse a file that would be read differently from how it looks."""
     import yaml
     from omegaconf._utils import get_yaml_loader
 
@@ -66,7 +58,6 @@ def check_file(path: Path) -> None:
 
 
 def scalars(node: Any) -> Iterator[Any]:
-    """Yield the scalar nodes below a node of YAML."""
     if isinstance(node, tuple):
         for each in node:
             yield from scalars(each)

@@ -23,8 +23,6 @@ NO_MEMORY = (
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of the rank that failed first."""
-
     rank: int
     text: str  # the message for the user
     code: int  # the run's exit code
@@ -40,7 +38,7 @@ def find_failure(
     Args:
         codes: The exit code of each rank that has ended, negative for a signal.
         private: The folder with the ranks' error reports.
-        logs: The folder with the ranks' output, which the text mentions; None: there is none.
+        logs: The folder with the ranks' output, for the message, if there is one.
         passed: The stop signals that the supervisor has forwarded.
     """
     if not codes:
@@ -78,7 +76,7 @@ def find_failure(
 
 
 def blame_memory(failure: Failure) -> Failure:
-    """Mark a failure as caused by the kernel's out-of-memory killer; if a process was killed, add advice."""
+    """Attribute a failure to the kernel's out-of-memory killer, with advice, if it killed a process."""
     worker = bool(KILLED_WORKER.search(failure.text))
     if not worker and (failure.reported or failure.code != 128 + signal.SIGKILL):
         return failure

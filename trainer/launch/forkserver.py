@@ -31,9 +31,7 @@ NO_GPU = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 class Rank(Process):
     """A process that a `ForkServer` forks.
 
-    Args:
-        server: Forks the rank.
-        pid_pipe: Delivers the rank's process id. The pipe closes when the rank's first parent ends.
+    Its process id arrives in `pid_pipe`, which closes when the rank's first parent ends.
     """
 
     def __init__(self, server: "ForkServer", pid_pipe: int) -> None:
@@ -50,7 +48,7 @@ class Rank(Process):
     def kill(self) -> None:
         """Kill the rank, or first the server if it has not forked the rank yet.
 
-        A rank that has ended by itself may have left a process behind, such as an upload, which keeps running.
+        A process that the rank left behind when it ended by itself, such as an upload, keeps running.
         """
         if self.poll() is None:
             if self.pid is None:
@@ -83,12 +81,9 @@ START = (
 
 
 class ForkServer:
-    """The process `python -m trainer.launch.forkserver FD MODULE ARGV`, which ends with this one. Ranks outlive it.
+    """The process `python -m trainer.launch.forkserver FD MODULE ARGV`, which dies with this one; ranks outlive it.
 
-    Args:
-        argv: The arguments of the run, which `ps` shows.
-        place: The first rank of this node.
-        module: The module whose `run_rank(FD, ARGV)` runs in each rank.
+    `module.run_rank(FD, ARGV)` runs in each rank. `ps` shows `argv`; `place` is the node's first rank.
     """
 
     def __init__(self, argv: list[str], place: Place, module: str = WORKER) -> None:
@@ -111,7 +106,7 @@ class ForkServer:
     def fork(self, env: dict[str, str], run: int, log: int | None) -> Rank:
         """Fork a rank that runs `run_rank(FD, ARGV)`, where FD is its own descriptor of the file `run`.
 
-        Its output goes to `log`, or to this process's output if that is None. A dead server is replaced.
+        Its output goes to `log`, else to this process's. A dead server is replaced.
         """
         if self.process.poll() is not None:
             self.channel.close()
@@ -126,7 +121,6 @@ class ForkServer:
         return rank
 
     def close(self) -> None:
-        """Kill the server."""
         self.process.kill()
         self.process.wait()
         self.channel.close()
@@ -138,7 +132,7 @@ def adopt_orphans(on: bool) -> None:
 
 
 def is_child(pid: int) -> bool:
-    """Return whether the existing process is a child, for which this process can wait."""
+    """Return whether this process can wait for the existing process."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -147,8 +141,6 @@ def is_child(pid: int) -> bool:
 
 
 class Server:
-    """The server, in its own process: forks a rank for each request."""
-
     def __init__(self, channel: socket.socket, argv: list[str], module: str = WORKER) -> None:
         self.channel, self.argv, self.module = channel, argv, module
         self.handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP}  # ranks handle them
@@ -158,7 +150,6 @@ class Server:
         gc.freeze()
 
     def serve(self) -> None:
-        """Fork ranks until the other end of the channel closes."""
         while True:
             request, descriptors, _, _ = socket.recv_fds(self.channel, 1 << 16, 3)
             if not request:
@@ -170,7 +161,7 @@ class Server:
     def _fork(self, env: dict[str, str], pid_pipe: int, *descriptors: int) -> None:
         """Fork the rank from a short-lived process, so that the supervisor adopts the rank and gets its exit code.
 
-        If the limit of processes or threads is reached, the error is reported as the rank's own.
+        An error, such as a limit of processes, is reported as the rank's own.
         """
         from trainer.launch.worker import report
 
@@ -194,7 +185,6 @@ class Server:
                 os._exit(1)
 
     def _run(self, env: dict[str, str], run: int, *log: int) -> None:
-        """Run the rank, then end its process."""
         import numpy as np
 
         from trainer.launch.worker import end_failed
@@ -221,7 +211,7 @@ class Server:
 
 
 def ignore_stacks(*_: object) -> None:
-    """Ignore SIGUSR2 until a rank registers faulthandler, because a listener would treat it as a stop signal."""
+    """Ignore SIGUSR2 until faulthandler is registered; a listener would treat it as a stop signal."""
 
 
 if __name__ == "__main__":

@@ -69,11 +69,7 @@ def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return the pickled function and arguments.
-
-    Raises:
-        ConfigError: They can't be pickled, or only by cloudpickle, which is missing.
-    """
+    """Return the pickled function and arguments; raise ConfigError if that needs cloudpickle, or is impossible."""
     dumps = find_dumps()
     try:
         packed = dumps((function, args))
@@ -112,7 +108,6 @@ class Output:
         os.close(self.write_end)
 
     def forward(self, timeout_s: float) -> None:
-        """Print pending output, and wait if there is none."""
         while select.select([self.read_end], [], [], timeout_s)[0]:
             sys.stdout.write(self.decoder.decode(os.read(self.read_end, 1 << 16)))
             sys.stdout.flush()
@@ -120,7 +115,7 @@ class Output:
 
 
 def collect(pool: Pool, private: Path) -> Any:
-    """Return the result of rank 0, or raise the error of the first rank to fail. On an interrupt, let ranks save."""
+    """Return rank 0's result, or raise the error of the first rank to fail. On an interrupt, let ranks save."""
     try:
         codes = pool.wait()
     except KeyboardInterrupt:

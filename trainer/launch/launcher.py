@@ -53,11 +53,7 @@ def start(config: dict[str, Any], name: str, argv: list[str], place: Place) -> i
 
 
 def count_devices(options: Options) -> tuple[int, int]:
-    """Return the ranks that this process starts, and the GPUs of this node.
-
-    Raises:
-        ConfigError: There are fewer GPUs than ranks.
-    """
+    """Return the ranks that this process starts, and this node's GPUs, which must not be fewer."""
     gpus = count_gpus(options.accelerator)
     devices = (gpus or 1) if isinstance(options.devices, str) else options.devices
     if gpus and devices > gpus:
@@ -69,7 +65,7 @@ def count_devices(options: Options) -> tuple[int, int]:
 
 
 def start_ranks(config: dict[str, Any], name: str, argv: list[str], devices: int) -> int:
-    """Plan the run here, then start the ranks, so that data is prepared once and an invalid run fails at once."""
+    """Plan the run, then start the ranks, so that data is prepared once and an invalid run fails at once."""
     log_to_terminal(0)
     refuse_without_loopback()
     began = time.monotonic()

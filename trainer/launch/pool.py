@@ -18,7 +18,7 @@ from trainer.timeouts import PEERS_S
 class Process:
     """A child of this process in its own session, with methods like those of `subprocess.Popen`.
 
-    After it has ended it stays a zombie until `wait`, so that no other process gets its process id.
+    It stays a zombie until `wait`, so that no other process gets its process id.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -27,7 +27,7 @@ class Process:
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs. Call it from one thread only.
 
-        If a signal killed the process, kill the rest of its process group, because the process can't do so.
+        If a signal killed the process, kill the rest of its process group, which it can no longer do.
         """
         assert self.pid
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -37,7 +37,6 @@ class Process:
         return -end.si_status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process, unless it has not been forked yet or has been waited for."""
         if self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -48,7 +47,6 @@ class Process:
         self.send_signal(signal.SIGKILL)  # right after the fork it has no group of its own yet
 
     def wait(self) -> None:
-        """Wait until the process has ended. Call it after `kill`."""
         if self.pid:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self.poll()
@@ -62,11 +60,7 @@ class Process:
 
 
 def fork(place: Place, call: Callable[[Place], int], log: Path | None = None) -> Process:
-    """Fork a rank that runs `call(place)`, and ends with its exit code or with this process.
-
-    Args:
-        log: The file for its output; None: this process's output.
-    """
+    """Fork a rank that runs `call(place)`, ends with its result or with this process, and writes to `log`."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -101,13 +95,10 @@ def redirect(log: int) -> None:
 
 
 class Pool:
-    """The ranks that this process starts. They are killed at the end of the context.
+    """The ranks that this process starts; leaving the context kills them.
 
-    Args:
-        place: The first rank; `place.starts` means all of its node.
-        private: The folder for the file in which ranks meet if all of them are on this node.
-        start: Starts a rank.
-        pause: Waits for the given number of seconds between two polls of the ranks.
+    `place` is the first rank, or with `place.starts` stands for all of its node. `private` has the file in which ranks
+    meet if all are on this node. `pause` waits for the given seconds between two polls.
     """
 
     def __init__(
@@ -141,12 +132,11 @@ class Pool:
             rank.wait()
 
     def send(self, number: int) -> None:
-        """Send a signal to all ranks."""
         for rank in list(self.ranks.values()):
             rank.send_signal(number)
 
     def watch(self) -> Iterator[Mapping[int, int]]:
-        """Yield, after each pause, the exit codes of the ranks that have ended, by rank, until all have."""
+        """Yield, after each pause, the exit codes by rank of the ranks that have ended, until all have."""
         codes: dict[int, int] = {}
         while len(codes) < len(self.ranks):
             self.pause(0.05)
@@ -154,7 +144,7 @@ class Pool:
             yield codes
 
     def wait(self, limit_s: float = float("inf"), peers_s: float = PEERS_S) -> Mapping[int, int]:
-        """Return the exit codes of the ranks that end in time, `peers_s` after the first failure at the latest."""
+        """Return the exit codes of the ranks that end in time: `peers_s` after the first failure at the latest."""
         codes: Mapping[int, int] = {}
         deadline = time.monotonic() + limit_s
         for codes in self.watch():

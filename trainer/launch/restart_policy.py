@@ -13,7 +13,7 @@ SAME = 3  # number of equal failures after which the run is not restarted
 
 
 class RestartPolicy:
-    """Allows `limit` consecutive restarts without progress, that is, without getting beyond the furthest step yet."""
+    """Allows `limit` consecutive restarts that don't get beyond the furthest step yet."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used, self.furthest = limit, 0, -1
@@ -21,7 +21,7 @@ class RestartPolicy:
         self.pause_s = 0.0  # before the next attempt
 
     def is_final(self, failure: Failure, beat: Beat | None) -> bool:
-        """Return whether a restart would fail in the same way, because the user's code and not a machine failed."""
+        """Return whether a restart would fail in the same way, because the user's code failed and not a machine."""
         first = self.furthest < 0 and (beat is None or beat.step == beat.began)
         own = failure.reported and failure.code != UNAVAILABLE
         return failure.code in FINAL or (first and (own or failure.out_of_memory))
@@ -29,7 +29,7 @@ class RestartPolicy:
     def decide(self, failure: Failure, beat: Beat | None) -> tuple[int, str]:
         """Return the run's exit code, 0 for a restart, and a message for the user.
 
-        `beat` is the failed rank's last heartbeat; None if the rank did not start a step.
+        `beat` is the failed rank's last heartbeat; None if it did not start a step.
         """
         step, away = beat.step if beat else 0, failure.code == UNAVAILABLE
         if self.is_final(failure, beat) or not self.limit:
@@ -43,10 +43,8 @@ class RestartPolicy:
         if self.alike[kind] == SAME:
             short = "; the kernel kills where memory is short: try a smaller micro_batch"
             killed = failure.code == 128 + signal.SIGKILL
-            return (
-                GAVE_UP,
-                f"echelon: the same failure {SAME} times after step {step}: given up{short if killed else ''}",
-            )
+            text = f"echelon: the same failure {SAME} times after step {step}: given up"
+            return GAVE_UP, text + (short if killed else "")
         if self.used == self.limit:
             further = f"no further than step {max(0, self.furthest)}"
             return failure.code, f"echelon: {self.limit} restarts came {further}: given up"

@@ -38,14 +38,12 @@ class Supervisor:
     events.jsonl in the log folder.
 
     Args:
-        describe_run: Returns an attempt's config and decisions as YAML, given whether an earlier attempt made a step.
+        describe_run: Returns an attempt's config and decisions as JSON, given whether an earlier attempt made a step.
             They may contain secrets, so they stay in memory, behind a descriptor that ranks inherit.
-        argv: The arguments of the run, for `ps`.
         place: The place of the node's first rank.
-        logs: The folder for the ranks' output.
         resume_hint: Returns the command that resumes the run, for a failure that no rank has reported.
         restarts: The limit of `RestartPolicy`.
-        still_s: Seconds without a step on any rank after which all ranks are killed, with their stacks in the logs.
+        still_s: Seconds without a step on any rank after which all are killed, with their stacks in the logs.
         start_s: Seconds allowed until the first rank has planned the run.
     """
 
@@ -72,7 +70,7 @@ class Supervisor:
         self.events = Appended(logs / "events.jsonl")
 
     def run(self) -> int:
-        """Run attempts until one succeeds or the policy gives up, and return the run's exit code."""
+        """Run attempts until one succeeds or the policy gives up; return the run's exit code."""
         with (
             SignalListener(self._pass_on),
             contextlib.closing(self.events),
@@ -134,8 +132,8 @@ class Supervisor:
     def _wait(self, pool: Pool, private: Path) -> Mapping[int, int] | None:
         """Return the exit codes of the ranks that exit by themselves; None if stopped before the first step.
 
-        Once a rank has failed, the others get 5 s, or longer while rank 0 keeps writing a checkpoint. Ranks that are
-        still running then write their stacks to their logs, and have no exit code.
+        Once a rank has failed, the others get 5 s, or longer while rank 0 writes a checkpoint. Ranks that still run
+        then write their stacks to their logs, and have no exit code.
         """
         codes: Mapping[int, int] = {}
         deadline = float("inf")
@@ -157,7 +155,7 @@ class Supervisor:
         return codes
 
     def _is_still(self, private: Path) -> bool:
-        """Return whether no rank has progressed for too long. Time while this process was suspended does not count."""
+        """Return whether no rank has progressed for too long, not counting time while this process was suspended."""
         now = time.monotonic()
         self.looked, before = now, self.looked
         if now - before > SUSPENDED_S:
@@ -166,7 +164,7 @@ class Supervisor:
         return now - max(self.awake, max(untils, default=self.began + self.start_s)) >= self.still_s
 
     def _heartbeats(self, private: Path) -> dict[str, Path]:
-        """Return where to read the ranks' heartbeats. Files stay open because a clean-up of TMPDIR may remove them."""
+        """Return where to read heartbeats. The files stay open because a clean-up of TMPDIR may remove them."""
         for path in private.glob("heartbeat-*"):
             if path.name not in self.beats:
                 with contextlib.suppress(FileNotFoundError):
@@ -174,7 +172,7 @@ class Supervisor:
         return {name: Path(f"/proc/self/fd/{file.fileno()}") for name, file in self.beats.items()}
 
     def _completes(self, beat: Beat | None) -> bool:
-        """Return whether the rank is writing its last checkpoint, and has written a piece of it recently."""
+        """Return whether the rank is writing its last checkpoint, and has recently written a piece of it."""
         return beat is not None and bool(beat.busy) and time.monotonic() - beat.until < self.still_s
 
     def _pause(self, seconds: float) -> None:

@@ -95,7 +95,7 @@ def train_under_launcher(config: dict[str, Any], name: str, argv: list[str], pla
 
 
 def train_or_wait(config: dict[str, Any], name: str, argv: list[str], *args: Any, **options: Any) -> int:
-    """Train. If a collective fails, wait until the launcher reports the peer that failed first, and ends this rank."""
+    """Train. If a collective fails, wait until the launcher reports the first failure and ends this rank."""
     try:
         return train(config, name, argv, *args, **options)
     except Exception as error:

@@ -35,7 +35,7 @@ def numa_nodes(sys: Path) -> dict[int, list[int]]:
 
 
 def numa_node_of(sys: Path, pci_address: str) -> int:
-    """Return the NUMA node of a PCI device, such as "0000:3b:00.0"; UNKNOWN if the firmware does not report it."""
+    """Return the NUMA node of a PCI device, as "0000:3b:00.0"; UNKNOWN if the firmware does not report it."""
     with contextlib.suppress(OSError, ValueError):
         return int((sys / "bus" / "pci" / "devices" / pci_address / "numa_node").read_text())
     return UNKNOWN
@@ -56,8 +56,8 @@ def physical_cores(sys: Path, cores: Sequence[int]) -> list[list[int]]:
 def divide(own: int, neighbours: Sequence[Neighbour], nodes: Mapping[int, Sequence[int]], sys: Path) -> Binding:
     """Choose the cores for the rank at index `own` of this node's ranks. All ranks compute the same division.
 
-    A rank gets cores of its GPU's NUMA node. Ranks without a GPU are assigned to NUMA nodes in order, equally many to
-    each. Ranks of the same NUMA node share its physical cores evenly.
+    A rank gets cores of its GPU's NUMA node; ranks without a GPU are spread evenly over the nodes, in order. Ranks of
+    one NUMA node share its physical cores evenly.
     """
     sets = [set(neighbour.cores) for neighbour in neighbours]
     together = set().union(*sets)
@@ -93,7 +93,7 @@ def ranges(numbers: Collection[int]) -> str:
 
 
 def bind_process(cores: frozenset[int]) -> None:
-    """Bind all threads of this process. Threads and processes that start later inherit the binding."""
+    """Bind all threads of this process. Later threads and processes inherit the binding."""
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # ended meanwhile
             os.sched_setaffinity(int(thread), cores)

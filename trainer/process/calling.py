@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]  # the folder that contains the package `traine
 def echelon() -> list[str]:
     """Return the words that call Echelon: the script next to this interpreter, or `python -m`.
 
-    In a checkout's own folder, `python -m` imports that checkout, while the script may belong to another one.
+    In a checkout's own folder, `python -m` imports that checkout; the script may belong to another one.
     """
     script = Path(os.path.dirname(sys.executable), "echelon")
     if Path.cwd() == ROOT or not os.access(script, os.X_OK):
@@ -20,16 +20,11 @@ def echelon() -> list[str]:
 
 
 def this_python() -> str:
-    """Return the shortest name or path of this interpreter that works here."""
     return shortest(Path(sys.executable), "python")
 
 
 def shortest(path: Path, name: str) -> str:
-    """Return `name` if the shell finds this file by it, else a path. Links out of the environment are not followed.
-
-    Args:
-        path: An absolute path in the folder of this interpreter.
-    """
+    """Return `name` if the shell finds this file by it, else a path. Links out of the environment are not followed."""
     own = Path(os.path.realpath(path.parent), path.name)
     if own.is_relative_to(here := Path.cwd()):
         return os.path.join(".", own.name) if own.parent == here else str(own.relative_to(here))

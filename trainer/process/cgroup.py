@@ -1,7 +1,4 @@
-"""Reads the limits that control groups (version 1 or 2) impose on this process, and what the groups use.
-
-It also reads the machine's memory, and how many processes the kernel has killed because memory ran out.
-"""
+"""Reads the limits and the use of this process's control groups (version 1 or 2), and the machine's memory."""
 
 import contextlib
 import math
@@ -20,7 +17,7 @@ class Limit(NamedTuple):
 
 
 def groups(controller: str, proc: Path = PROC, sys: Path = SYS) -> list[Path]:
-    """Return the folders of this process's control groups, the innermost first; empty without that controller.
+    """Return the folders of this process's control groups, innermost first; empty without that controller.
 
     A container may see its own group as the root, so that the group's path does not exist there.
     """
@@ -83,7 +80,7 @@ def quota(group: Path) -> float | None:
 
 
 def memory_used(group: Path) -> int:
-    """Return the bytes that the processes of a group use, without page cache that the kernel would reclaim first."""
+    """Return the bytes that a group uses, without page cache that the kernel would reclaim first."""
     second = (group / "memory.current").exists()
     used = int((group / ("memory.current" if second else "memory.usage_in_bytes")).read_text())
     lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -112,7 +109,7 @@ def available_memory(proc: Path = PROC, sys: Path = SYS) -> Memory | None:
 
 
 def oom_kills(proc: Path = PROC, sys: Path = SYS) -> int:
-    """Count the processes that the kernel has killed because memory of the machine or of a control group ran out."""
+    """Count the processes that the kernel has killed because the machine or a control group ran out of memory."""
     count = 0
     events = (group / name for group in groups("memory", proc, sys) for name in ("memory.events", "memory.oom_control"))
     for file in (proc / "vmstat", *events):
@@ -122,7 +119,6 @@ def oom_kills(proc: Path = PROC, sys: Path = SYS) -> int:
 
 
 def cpu_seconds(group: Path, proc: Path = PROC, sys: Path = SYS) -> float:
-    """Return the CPU seconds that the processes of a group have used."""
     if (group / "cpu.max").exists():
         lines = (line.split() for line in (group / "cpu.stat").read_text().splitlines())
         return {key: int(value) for key, value in lines}["usage_usec"] / 1e6

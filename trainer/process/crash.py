@@ -13,11 +13,9 @@ from trainer.redact import redact_text
 
 
 def note_crash(run_dir: Path, error: BaseException, rank: int, world: int, done: dict[str, int], follows: bool) -> None:
-    """Write the error to summary.json, and with all frames to rank 0's log. Other ranks print to their own logs.
+    """Write the error to summary.json, and with all frames to rank 0's log; other ranks print to their own.
 
-    Args:
-        done: The finished `steps` and `samples`.
-        follows: A peer may have failed first; its error is kept.
+    `done` has the finished `steps` and `samples`. If a peer may have failed first (`follows`), its error is kept.
     """
     text = message(error)
     if rank == 0:
@@ -36,7 +34,7 @@ def note_in_log(file: Path, text: str) -> None:
 
 
 def headline(error: BaseException, text: str) -> str:
-    """Return one line: the message of a user's mistake, else the type of the error and the start of its message."""
+    """Return one line: a user's mistake's message, else the error's type and the start of its message."""
     if isinstance(error, tuple(EXIT_CODES)) or is_out_of_memory(error) or text.startswith("echelon: "):
         return text.splitlines()[-1]
     lines = str(error).splitlines() or [""]

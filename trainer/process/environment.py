@@ -39,7 +39,7 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
     """Return this process's place from its launcher's variables; under srun, set MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ConfigError: A variable of the launcher is missing, is not a number, or contradicts the others or the settings.
+        ConfigError: A variable is missing, is not a number, or contradicts the others or the settings.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world = _number(env, "WORLD_SIZE")
@@ -81,7 +81,6 @@ def detect(env: MutableMapping[str, str], devices: int | str = "auto", nodes: in
 
 
 def variables(place: Place, private: Path) -> dict[str, str]:
-    """Return the variables from which `detect` reads this place, and the path of the rank's error report."""
     return {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
@@ -116,11 +115,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def node_range(nodes: int | str) -> tuple[int, int]:
-    """Return the minimum and maximum number of nodes in `trainer.nodes`.
-
-    Raises:
-        ConfigError: The value is neither a number nor a range.
-    """
+    """Return the minimum and maximum number of nodes in `trainer.nodes`."""
     least, colon, most = str(nodes).partition(":")
     most = most if colon else least
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
@@ -135,13 +130,10 @@ def refuse_nodes(
 
     torchrun restarts all ranks after a failure (`--max-restarts`), and after a node joined or left. Restarted ranks
     must meet in a new store because the old one has entries of their predecessors (pytorch#135712).
-
-    Raises:
-        ConfigError: No launcher started the other nodes, or restarted ranks lack a setting that they need to resume.
     """
     if not place.launcher and nodes != 1:
-        way_out = f"use torchrun --nnodes={nodes} ... on each node, or srun"
-        raise ConfigError(f"trainer.nodes={nodes}: this process can't start other nodes; {way_out}")
+        fix = f"use torchrun --nnodes={nodes} ... on each node, or srun"
+        raise ConfigError(f"trainer.nodes={nodes}: this process can't start other nodes; {fix}")
     if place.starts and run_dir is None:
         raise ConfigError(
             "srun with one task per node: the ranks of all nodes need one folder; give trainer.run_dir=runs/NAME"
@@ -217,11 +209,7 @@ def first_host(nodes: str) -> str:
 
 
 def refuse_without_loopback() -> None:
-    """Refuse to start ranks that could not connect.
-
-    Raises:
-        ConfigError: The loopback interface is down, as in a new network namespace.
-    """
+    """Refuse to start ranks if the loopback interface is down, as in a new network namespace."""
     import socket
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -235,10 +223,7 @@ def refuse_without_loopback() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files as far as the system allows.
-
-    gloo needs a socket per peer and group, and a rank needs a file for each tensor that its workers have prefetched.
-    """
+    """Raise the limit of open files: gloo needs a socket per peer and group, and each prefetched tensor a file."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -263,7 +248,7 @@ def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
 
 
 def cores() -> int:
-    """Return the number of CPU cores that this process may use: a batch system may grant only some of the node's."""
+    """Return the CPU cores that this process may use; a batch system may grant only some of the node's."""
     return len(os.sched_getaffinity(0))
 
 
@@ -278,7 +263,7 @@ def mark_rank(env: MutableMapping[str, str]) -> None:
 
 
 def forget_ranks(env: MutableMapping[str, str]) -> None:
-    """Let a command that a rank's code has started run alone; otherwise it would take that rank's place, and hang."""
+    """Let a command that a rank's code started run alone; otherwise it would take the rank's place, and hang."""
     if env.get(MARK, str(os.getpid())) == str(os.getpid()):
         return
     ours = {f"ECHELON_{name}" for name in OF_OURS}
@@ -295,5 +280,4 @@ def is_first_rank() -> bool:
 
 
 def is_launched() -> bool:
-    """Return whether a launcher started this process."""
     return any(name in os.environ for name in LAUNCHED)

@@ -15,9 +15,9 @@ from trainer.timeouts import FIRST_RANK_S
 
 
 def wait_for_first_rank() -> None:
-    """Delay all ranks of a node except the first, before they print an error that all ranks may have.
+    """Delay all ranks of a node but the first before they print an error that all may have.
 
-    The first rank prints at once and exits, whereupon torchrun, mpirun and `srun -K` end the others.
+    The first prints and exits at once, whereupon torchrun, mpirun and `srun -K` end the others.
     """
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     if any(os.environ.get(name, "0") != "0" for name in names):
@@ -25,7 +25,7 @@ def wait_for_first_rank() -> None:
 
 
 def run_guarded(call: Callable[[], int]) -> int:
-    """Return the exit code of `call`. Print one line for a user's mistake, and the folded traceback of other errors."""
+    """Return the exit code of `call`. Print one line for a user's mistake, a folded traceback for other errors."""
     try:
         return call()
     except Exception as error:
@@ -37,7 +37,6 @@ def run_guarded(call: Callable[[], int]) -> int:
 
 
 def end_at_once(error: BaseException) -> NoReturn:
-    """Print the error, and end this process without clean-up."""
     print(fold(message(error)), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -56,8 +55,8 @@ def refuse_exit() -> Iterator[None]:
 def exit_process(code: int) -> NoReturn:
     """End this process like `sys.exit`, but without interpreter shutdown.
 
-    The shutdown may end a gloo thread while it releases a tensor, and the process would abort ("terminate called
-    without an active exception").
+    The shutdown may end a gloo thread that is releasing a tensor, which aborts the process ("terminate called without
+    an active exception").
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for the data workers that are killed here
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] as multiprocessing ends its own

@@ -25,10 +25,7 @@ class Beat(NamedTuple):
 
 
 class Heartbeat:
-    """A file with the last `Beat`, which the supervisor reads; without a path no file is written.
-
-    A path that does not exist counts as none, because the environment may have an old launcher's variable.
-    """
+    """A file with the last `Beat`, which the supervisor reads. No file is written without an existing path."""
 
     def __init__(self, path: str = "") -> None:
         self.file: int | None = None
@@ -44,8 +41,8 @@ class Heartbeat:
     def watch(self, still_s: float, on_still: Callable[[], Any], log: IO[str] | None = None) -> None:
         """Call `on_still` after half of `still_s` seconds without a beat, counted from the next beat on.
 
-        With `log`, after `still_s` seconds write the stacks of all threads to it, and end the process with code 124. A
-        thread counts its own ticks, so that time during which the process is suspended does not count.
+        With `log`, after `still_s` seconds write the stacks of all threads to it, and end the process with code 124.
+        Time is counted in a thread's ticks, so that a suspended process is not considered still.
         """
         self.still_s, self.watched = still_s, True
         self.left_s = float("inf") if self.began < 0 else still_s
@@ -69,20 +66,13 @@ class Heartbeat:
             log.close()
 
     def close(self) -> None:
-        """Stop watching, and close the file."""
         self.ended.set()
         if self.file is not None:
             os.close(self.file)
         self.file = None
 
     def beat(self, step: int | None = None, patience_s: float = 0.0, busy: bool = False) -> None:
-        """Write a heartbeat.
-
-        Args:
-            step: The step that has just finished.
-            patience_s: Extra seconds allowed for the work that begins now.
-            busy: The rank is writing its last checkpoint.
-        """
+        """Record that `step` has finished, and allow `patience_s` extra seconds for the work that begins now."""
         if step is not None:
             self.began, self.step = step if self.began < 0 else self.began, step
         if self.began >= 0:

@@ -39,10 +39,7 @@ def ignore(*_: object) -> None:
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Return the signals of `STOP` that a listener handles.
-
-    Under nohup, SIGHUP stays ignored. A handler that a program has set for one of `WARNINGS` is kept.
-    """
+    """Return the signals of `STOP` to handle: not SIGHUP under nohup, nor warnings that have a handler."""
     asked = [n for n in ASKED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return asked + [n for n in WARNINGS if signal.getsignal(n) in (signal.SIG_DFL, ignore)]
 
@@ -51,7 +48,7 @@ def handled_signals() -> list[signal.Signals]:
 def held() -> Iterator[None]:
     """Delay signals whose handlers may raise, for example during a fork, where Python drops the exception.
 
-    Blocking them is not enough, because another thread receives a signal that this one blocks.
+    Blocking them is not enough, because another thread would receive them.
     """
     came: list[int] = []
     main = threading.current_thread() is threading.main_thread()
@@ -71,8 +68,8 @@ def held() -> Iterator[None]:
 class SignalListener:
     """A context in which a thread calls `hear` with each stop signal. Outer listeners are idle meanwhile.
 
-    A Python handler runs only between two bytecodes of the main thread, so not during a collective. By contrast, the
-    interpreter writes to its wakeup descriptor at once. Outside the main thread a listener does nothing.
+    A Python handler would run only between two bytecodes of the main thread, so not during a collective. The wakeup
+    descriptor is written at once. Outside the main thread a listener does nothing.
     """
 
     on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called on SIGUSR2 if that is not a stop signal
@@ -132,8 +129,7 @@ class StartupSignals(SignalListener):
 class StopSignals(SignalListener):
     """The listener of a run: the first signal sets `name`, and a SIGINT after that ends the process.
 
-    A second SIGTERM is ignored, because stopping a whole job signals both the ranks and their launcher, which forwards
-    the signal to the ranks.
+    A second SIGTERM is ignored, because stopping a job signals both the ranks and their launcher, which forwards it.
     """
 
     name = ""

@@ -12,10 +12,7 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 
 def open_standard_descriptors() -> None:
-    """Open /dev/null for each closed descriptor from 0 to 2, so that no other file takes its number.
-
-    Call it before the process opens any file.
-    """
+    """Open /dev/null for closed descriptors 0 to 2, before another file takes their numbers."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -34,9 +31,9 @@ def show_cursor() -> None:
 class Output(io.TextIOWrapper):
     """Standard output or error that outlives its reader (`| head`, a closed ssh session): later text is dropped.
 
-    The loss is logged once. Python ignores SIGPIPE, so a write raises instead. If output goes to a file on a full disk,
-    only text written while it is full is lost. A logging handler would not be enough, because a recipe's `print`, the
-    progress bar and the help write to `sys.stdout` directly.
+    The loss is logged once. Python ignores SIGPIPE, so a write raises instead. On a full disk, only text written while
+    it is full is lost. A logging handler would not be enough, because a recipe's `print`, the progress bar and the help
+    write to `sys.stdout` directly.
     """
 
     def write(self, text: str, /) -> int:
@@ -64,8 +61,8 @@ class Output(io.TextIOWrapper):
 def tolerate_closed_pipes() -> None:
     """Replace `sys.stdout` and `sys.stderr` with `Output`, which also prints names that are not UTF-8.
 
-    If a shell has closed one of them (`>&-`), its text is dropped. A second call changes nothing. Standard error is
-    line-buffered even with PYTHONUNBUFFERED, so that lines of ranks that fail together do not mix.
+    Text for a closed one (`>&-`) is dropped. Standard error is line-buffered even with PYTHONUNBUFFERED, so that lines
+    of ranks that fail together do not mix. A second call changes nothing.
     """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
@@ -80,7 +77,7 @@ def tolerate_closed_pipes() -> None:
 
 
 def reopened(stream: io.TextIOWrapper, direct: bool) -> io.FileIO | io.BufferedWriter:
-    """Reopen the descriptor of a stream, because a rank's may be a pipe now, and have been a file before the fork."""
+    """Reopen a stream's descriptor, which in a rank may be a pipe now and have been a file before the fork."""
     stream.flush()
     raw = io.FileIO(stream.fileno(), "w", closefd=False)
     raw.name = stream.name

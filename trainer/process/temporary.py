@@ -1,4 +1,4 @@
-"""Creates a run's temporary folder. If a killed run leaves its folder behind, the next start removes it."""
+"""Creates a run's temporary folder, and removes those that killed runs left behind."""
 
 import contextlib
 import fcntl
@@ -17,8 +17,8 @@ PREFIX, MARK = "echelon-", ".swept"  # only folders with the mark, which live ru
 def temporary_folder() -> Iterator[Path]:
     """Make a folder in TMPDIR, locked while the run lives, and remove the folders of killed runs.
 
-    The lock also works across PID namespaces. A container has its own host name, so a start elsewhere does not sweep
-    its folders. systemd-tmpfiles leaves a locked folder alone.
+    The lock works across PID namespaces, and systemd-tmpfiles leaves a locked folder alone. Folders of another host
+    name, as a container's, are not swept.
     """
     root = Path(tempfile.gettempdir())
     root.mkdir(mode=0o700, parents=True, exist_ok=True)  # a cleaner may have removed it
@@ -50,9 +50,9 @@ def sweep(root: Path) -> None:
 
 @contextlib.contextmanager
 def sockets_in(folder: Path) -> Iterator[None]:
-    """Let multiprocessing put the sockets of this process's children into `folder` instead of `pymp-*` folders.
+    """Let multiprocessing put its sockets into `folder` instead of `pymp-*` folders.
 
-    A socket's address has at most 107 bytes, so a folder with a longer path is addressed by its descriptor.
+    A socket's address has at most 107 bytes, so a longer path is addressed by its descriptor.
     """
     config = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
