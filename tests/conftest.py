@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import forked, ranks
+from support import changed, forked, ranks
 from support.faults import watched
 from xdist.scheduler import LoadScopeScheduling
 
@@ -59,18 +59,56 @@ EXPENSIVE = (  # beginnings of files; those of a tuple share what is expensive
 )  # fmt: skip
 
 
+CHOICE = pytest.StashKey[changed.Choice]()
+FEW = 100  # functions of tests: sooner in one process
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed", action="store_true", help="run only the tests that what differs from the main branch can affect"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run a suite in several processes. Single files run in this one, which starts sooner."""
     option = config.option
+    if option.changed and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.stash[CHOICE] = changed.choose()
     given = option.numprocesses is not None or option.collectonly or option.usepdb or option.capture == "no"
     if given or "PYTEST_XDIST_WORKER" in os.environ:
         return
     some = (
         config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or getattr(option, "lf", False)
     )
+    some = some or (option.changed and config.stash[CHOICE].functions < FEW)
     if option.markexpr == "faults" or (option.markexpr == config.getini("addopts")[-1] and not some):
         option.numprocesses, option.dist = WORKERS, "load"
+
+
+@pytest.hookimpl
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["choice"] = list(node.config.stash[CHOICE].files or ()) if CHOICE in node.config.stash else []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if files := getattr(config, "workerinput", {}).get("choice"):
+        config.stash[CHOICE] = changed.Choice(set(files), "")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"--changed: {config.stash[CHOICE].said}"] if CHOICE in config.stash else []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if CHOICE in config.stash and (files := config.stash[CHOICE].files) is not None and collection_path.suffix == ".py":
+        return collection_path.relative_to(ROOT).as_posix() not in files or None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and CHOICE in session.config.stash:
+        session.exitstatus = pytest.ExitCode.OK  # the change affects none
 
 
 class Together(LoadScopeScheduling):
