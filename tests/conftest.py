@@ -48,17 +48,7 @@ TRANSFORMERS = (
     "tests/config/test_training_arguments.py", "tests/scripts/bench/bert/test_measure.py",
     "tests/security/test_targets.py",
 )  # fmt: skip
-EXPENSIVE = (  # beginnings of files; those of a tuple share what is expensive
-    SOURCES, LIGHTNING, MONAI, TRANSFORMERS, "tests/callbacks/test_compile", "tests/test_contract.py",
-    "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py", "tests/checks/test_recipe_runs.py",
-    "tests/callbacks/onebit_adam/test_callback.py", "tests/callbacks/shard/test_callback.py", "tests/docs/test_site.py",
-    "tests/launch/test_slurm.py", "tests/monitors/test_comm_monitor.py", "tests/optim/test_groups_sharded.py",
-    "tests/launch/test_launcher.py", "tests/test_main.py", "tests/tools/report/test_page_browser.py",
-    "tests/tools/test_evaluate.py", "tests/tools/test_export.py", "tests/tools/test_predict.py",
-    "tests/tools/test_resume.py",
-)  # fmt: skip
-
-
+SHARING = (SOURCES, LIGHTNING, MONAI, TRANSFORMERS)  # beginnings of files
 CHOICE = pytest.StashKey[changed.Choice]()
 FEW = 100  # functions of tests: sooner in one process
 
@@ -112,11 +102,19 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 class Together(LoadScopeScheduling):
-    """Gives one worker all tests of files that share something expensive, and other tests to whoever is free."""
+    """Gives one worker all tests of a file, since they share runs and imports, and those of files that share more."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return next((str(starts) for starts in EXPENSIVE if file.startswith(starts)), nodeid)
+        return next((str(starts) for starts in SHARING if file.startswith(starts)), file)
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        """Forget a scope that is done: after each test, xdist counts what its node has of every scope."""
+        super().mark_test_complete(node, item_index, duration)
+        scopes = self.assigned_work[node]
+        scope = self._split_scope(self.registered_collections[node][item_index])
+        if all(scopes[scope].values()):
+            del scopes[scope]
 
 
 @pytest.hookimpl

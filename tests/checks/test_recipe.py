@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from support.ranks import run_ranks
@@ -53,6 +52,12 @@ ONE_NUMBER = "return a tensor of one number, the mean over the batch"
 COUNTS = "return a dict of name -> (sum, count), two numbers"
 
 
+def frame() -> Any:
+    import pandas  # slow
+
+    return pandas.DataFrame({"a": [1]})
+
+
 @pytest.mark.parametrize(
     ("method", "returned", "message"),
     [
@@ -85,14 +90,14 @@ COUNTS = "return a dict of name -> (sum, count), two numbers"
         ("collate", None, "collate(): returned None; return the batch"),
         ("data", Toy, "data('train'): returned the class Toy; return an object of it"),
         ("data", (np.zeros((8, 4)), np.zeros(8)), "data('train'): returned a tuple of arrays; return a Dataset"),
-        ("data", pd.DataFrame({"a": [1]}), "data('train'): returned a DataFrame, whose items are columns; return"),
+        ("data", frame, "data('train'): returned a DataFrame, whose items are columns; return"),
         ("data", {"train": Toy().data("train")}, "data('train'): returned a dict of data sets; return one of them"),
         ("data", 64, "data('train'): returned a value of type int; return shards, a Dataset, or an iterable"),
         ("tokens_per_sample", 0, "tokens_per_sample: is a value of type method; make it a number, or a method with"),
     ],
 )  # fmt: skip
 def test_one_line_before_the_first_step(method, returned, message):
-    recipe = with_method(method, lambda *_: returned)
+    recipe = with_method(method, lambda *_: returned() if returned is frame else returned)
     steps: list[int] = []
     with pytest.raises(ConfigError, match=f"^{re.escape(f'recipe.{message}')}") as error:
         trainer = None

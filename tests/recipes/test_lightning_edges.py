@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from support.lightning import by_echelon, by_lightning, same_weights
 from support.needs import needs
 from torch import nn
@@ -255,6 +254,8 @@ def test_a_number_by_a_name_of_echelons_is_named_if_it_is_another(more, capsys):
 
 
 def test_a_pass_for_batch_norm_calls_no_hook_of_training():
+    import torchmetrics  # slow
+
     calls: list[str] = []
 
     def init(self: Any) -> None:
