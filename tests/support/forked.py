@@ -129,7 +129,7 @@ def stop() -> None:
 
 def serve(channel: socket.socket) -> str:
     """Return in each process that a request asks for; the module whose `main` it is to run."""
-    running: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its number, and the pipe for both numbers
+    running: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its number, and the pipe of its report
     while True:
         ready = select.select([channel, *running], [], [])[0]
         for ended in running.keys() & set(ready):
