@@ -33,6 +33,7 @@ if importlib.util.find_spec("hypothesis"):  # its wheels are of one Python: scri
     settings.load_profile("echelon")
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as Echelon and monai set it; read at cuBLAS's first call
+LOADED = 200  # modules after which those that are there are frozen again
 GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager", "compile_worker")
 ROOT = Path(__file__).parents[1]
@@ -125,7 +126,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)  # a collection goes through the objects of all tests before
-    gc.freeze()  # the modules: many tests collect garbage, and would go through all of torch
+    freeze_modules()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -146,6 +147,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if recovered:
         terminalreporter.section("seconds from a fault to the next step")
         terminalreporter.write_line("\n".join(recovered))
+
+
+def freeze_modules(frozen: list[int] = [0]) -> None:  # noqa: B006 it is kept
+    """Keep collections of garbage from going through the modules that tests have loaded."""
+    if len(sys.modules) > frozen[0] + LOADED:
+        gc.collect()
+        gc.freeze()
+        frozen[0] = len(sys.modules)
 
 
 def children() -> set[int]:
@@ -212,6 +221,7 @@ def nothing_left_behind() -> Iterator[None]:
 
     What fixtures of a wider scope hold is not a leak: they are set up before this one.
     """
+    freeze_modules()
     processes, variables = children(), environment()
     log = logging.getLogger("echelon")
     log.propagate = True  # to caplog: a run in this process keeps its lines to itself

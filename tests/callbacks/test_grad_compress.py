@@ -257,7 +257,7 @@ def stage(place: Place, name: str, resume: str | None, codec: str, knobs: dict[s
 @pytest.mark.parametrize(
     ("codec", "knobs", "rounding"),
     [
-        ("bf16", {}, 0.02),  # of the sum on its way
+        pytest.param("bf16", {}, 0.02, marks=pytest.mark.slow),  # of the sum on its way
         pytest.param("fp16", {}, 0.003, marks=pytest.mark.slow),
         pytest.param("int8", {}, 1e-5, marks=pytest.mark.slow),
         ("topk", {"density": 0.1}, 1e-5),

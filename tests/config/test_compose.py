@@ -37,7 +37,7 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Job]:
             (["optimizer=sgd", "optimizer.weight_decay=0"], [f"optimizer.lr=0.003: {TOLD} 0.1"]),
             (["trainer.devices=2", "optimizer=sgd"], ["optimizer.lr=0.003: ", "optimizer.weight_decay=0.02: "]),
         ],
-        4,
+        3,
     ),
     ids=",".join,
 )
@@ -165,8 +165,13 @@ def test_a_word_that_would_do_something_else_is_refused(word: str, told: str, co
     assert str(refused.value).startswith(f"{word}: {told}")
 
 
-@pytest.mark.parametrize("kind", ["launcher", "sweeper"])
-@pytest.mark.parametrize("chosen", ["by argument", "by a file"])
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    quick(
+        [("launcher", "by argument"), ("sweeper", "by a file"), ("launcher", "by a file"), ("sweeper", "by argument")],
+        2,
+    ),
+)
 def test_plugins_that_would_train_nothing_are_refused(tmp_path, kind, chosen):
     """As of `-m hydra/launcher=joblib`: the plugin would compose configs in its own processes, and exit with 0."""
     (tmp_path / "hydra" / kind).mkdir(parents=True)

@@ -161,6 +161,7 @@ def test_what_an_error_says_has_no_secrets(ranks: int, tmp_path: Path) -> None:
     done = run(
         [*TOY, "~callbacks.tensorboard", *words, "trainer.max_steps=2", "trainer.run_dir=runs/r", "trainer.restarts=0"],
         tmp_path,
+        loaded=LOADED,
         MLFLOW_TRACKING_PASSWORD="hunter4",
         PYTHONPATH=f"{tmp_path}{os.pathsep}{PYTHONPATH}",
     )

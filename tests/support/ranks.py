@@ -90,6 +90,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 20)
     np.random.seed()  # else all ranks would draw the same
     modules = 0
     while True:
