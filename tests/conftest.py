@@ -198,11 +198,11 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
-@pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, which is the current one."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def in_its_folder(request: pytest.FixtureRequest) -> None:
+    """A test that asks for `tmp_path` runs there."""
+    if "tmp_path" in request.fixturenames:
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
 
 
 @pytest.fixture

@@ -30,10 +30,7 @@ from trainer.loggers.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 WRITTEN = ("format", "step", "files", "sha256")  # into the manifest, by the commit

@@ -166,7 +166,6 @@ def test_runs_of_a_multirun_that_would_write_into_one_folder_are_refused_before_
     ],
 )  # fmt: skip
 def test_a_sweep_of_no_values_is_no_success(word, line, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main.sys, "argv", main.sys.argv[:1])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):

@@ -19,6 +19,8 @@ from trainer.plan import Plan
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 SAMPLES, PEAK = 96, 1e-3
 
 
@@ -35,11 +37,6 @@ def fit(batch: int, max_epochs: float, schedule: Any = None, **options: Any) -> 
     )  # fmt: skip
     trainer.fit()
     return [json.loads(line) for line in Path("runs/r/metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(("first", "then"), [(12, 24), (24, 8), (16, 36)])

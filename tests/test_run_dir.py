@@ -16,10 +16,7 @@ from trainer.loggers.metrics_file import MetricsFile
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def make(recipe: Any = None, **options: Any) -> Trainer:

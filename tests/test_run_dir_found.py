@@ -13,8 +13,7 @@ from trainer.run_dir import find_checkpoint
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def run(tmp_path) -> Path:
     make().fit()
     return tmp_path / "ckpt" / "r" / "step-00000004"
 

@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.setup import build, open_run
 
-pytestmark = pytest.mark.usefixtures("in_folder")
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def job(recipe: Any, callbacks: dict[str, Callback] | None = None, **options: Any) -> RunArguments:

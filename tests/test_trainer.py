@@ -22,16 +22,13 @@ from trainer.process.environment import Place
 from trainer.process.heartbeat import Heartbeat
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 SHORT = Options(max_steps=2)
 
 
 def make(recipe: Any, callbacks: dict[str, Callback] | None = None, options: Options = SHORT, **more: Any) -> Trainer:
     return Trainer(recipe, callbacks, batch=12, options=options, data=DataOptions(workers=0, lanes=5, block=4), **more)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

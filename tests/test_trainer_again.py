@@ -21,6 +21,8 @@ from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 ALL = {**OBSERVERS, **CHANGES, **CODECS}
 STAGED = ("pipeline", "pipeline.2bw")
 DEFAULT = ("overlap", "shard.3")  # deferred gradients, parts of the model
@@ -50,11 +52,6 @@ def make(place: Place | None = None, rows: tuple[str, ...] = (), run: str = "r",
         recipe, callbacks, adamw if "onebit_adam" in rows else sgd, batch=12, options=Options(**options),
         data=DataOptions(workers=0, lanes=5, block=4), place=place or Place(),
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def straight_and_again(place: Place, rows: tuple[str, ...]) -> tuple[Any, Any]:

@@ -18,6 +18,8 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 SIZES = {"short": 5, "long": 13}
 
 
@@ -78,11 +80,6 @@ class FailsBefore(Fails):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         return Ends.validation_end(self, model)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def made(place: Place, recipe: Toy, callbacks: Any = None, **options: Any) -> Trainer:

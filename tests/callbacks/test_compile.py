@@ -38,9 +38,8 @@ NUMBER = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path, monkeypatch):
+def fresh(tmp_path):
     """torch keeps compiled code for the life of a process."""
-    monkeypatch.chdir(tmp_path)
     dynamo.reset()
     dynamo.utils.counters.clear()
 
@@ -521,12 +520,11 @@ def test_inductor_on_three_ranks(tmp_path):
     assert len(sources) == len(set(sources)) > 2  # a lock on the kernel's file: the other ranks load it
 
 
-def test_a_model_without_blocks_is_compiled_whole(tmp_path, monkeypatch):
+def test_a_model_without_blocks_is_compiled_whole(tmp_path):
     class Plain(Toy):
         def model(self):
             return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(self.dtype)
 
-    monkeypatch.chdir(tmp_path)
     compiled = Compile(backend="eager")
     assert make(Plain(), {"compile": compiled}, max_steps=2).fit()["steps"] == 2
     assert compiled.whole and [counter.name for counter in compiled.counters] == ["Sequential"]

@@ -38,6 +38,8 @@ from trainer.process.environment import Place
 from trainer.tools.export import average_of
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Normed(Toy):
     """With running statistics."""
@@ -111,11 +113,6 @@ def train(
     )  # fmt: skip
     trainer.fit()
     return trainer
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def batch_of(recipe: Toy, refs: list[int]) -> dict[str, Tensor]:

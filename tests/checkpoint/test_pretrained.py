@@ -281,8 +281,7 @@ def test_far_more_names_than_the_model_has_are_refused_before_they_are_read(tmp_
     assert time.process_time() - began < 5
 
 
-def test_init_from_takes_weights_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_init_from_takes_weights_and_nothing_else(tmp_path: Path) -> None:
     first = make()
     first.fit()
     second = make(run_dir="runs/s", init_from="ckpt/last.pt", max_steps=0)
@@ -304,8 +303,7 @@ def test_init_from_takes_weights_and_nothing_else(tmp_path: Path, monkeypatch: p
         make(run_dir="runs/u", init_from="nowhere").fit()
 
 
-def test_init_from_refuses_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_init_from_refuses_a_damaged_checkpoint(tmp_path: Path) -> None:
     make().fit()
     file = Path("ckpt/r/step-00000004/model.safetensors")
     content = bytearray(file.read_bytes())

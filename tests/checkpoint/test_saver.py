@@ -27,10 +27,7 @@ from trainer.process.environment import Place
 from trainer.process.heartbeat import Heartbeat
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 class AtStep(Callback):

@@ -10,12 +10,9 @@ from toy_recipe import Toy
 from echelon import Callback, ConfigError, DataOptions, Options, Role, Trainer
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def train(methods: dict[str, Any], role: Role = Role.MEASURE, log_every_steps: int = 1) -> Trainer:

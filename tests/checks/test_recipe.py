@@ -30,6 +30,8 @@ from trainer.process.environment import Place
 from trainer.trainer import Trainer
 from trainer.validation import Evaluator
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 def fit(recipe: Any, place: Place | None = None, **options: Any) -> Trainer:
     options = {"max_steps": 4, "log_every_steps": 1, **options}
@@ -40,11 +42,6 @@ def fit(recipe: Any, place: Place | None = None, **options: Any) -> Trainer:
 
 def with_method(name: str, method: Any) -> Toy:
     return type("Mine", (Toy,), {name: method})()
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 SUM, COUNT = "as the sum of 'a'", "as the count of 'a'"
@@ -202,8 +199,7 @@ def test_a_misspelt_attribute_of_a_part_is_not_taken_for_the_loss():
     assert run_ranks(2, misspells_in_a_part) == ["'Part' object has no attribute 'drop'"] * 2
 
 
-def test_a_loss_of_one_dimension_is_judged_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_loss_of_one_dimension_is_judged_too(tmp_path):
     recipe = with_method("loss", lambda self, model, batch: Toy.loss(self, model, batch).reshape(1))
     trainer = Trainer(recipe, {"nan_guard": NanGuard()}, batch=12, options=Options(max_steps=2))
     trainer.fit()

@@ -15,6 +15,8 @@ from trainer.optim.factories import adamw
 from trainer.optim.muon import Muon
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Raw:
     def __init__(self, make: Any) -> None:
@@ -44,11 +46,6 @@ def called() -> nn.Module:
     model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
     model(torch.zeros(1, 4))
     return model
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def made(make: Any, **options: Any) -> Trainer:

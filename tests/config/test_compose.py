@@ -129,7 +129,6 @@ def test_hydra_composes_a_run_once_unless_its_mode_may_be_set(
     toy = (ROOT / "conf" / "recipe" / "bert_tiny.yaml").read_text()
     swept = toy + "hydra: {mode: MULTIRUN, sweeper: {params: {batch: '8,16'}}}\n"
     (tmp_path / "conf" / "recipe" / "swept.yaml").write_text(swept)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["main"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
     with mock.patch.object(Hydra, "compose_config", autospec=True, side_effect=Hydra.compose_config) as composed:
@@ -222,8 +221,7 @@ def test_a_pipe_among_yaml_files_is_not_waited_for(tmp_path):
         config_dirs(["--config-dir", str(tmp_path)])
 
 
-def test_a_folder_of_hydras_in_a_file_is_refused_before_it_is_made(tmp_path, monkeypatch, composed):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_of_hydras_in_a_file_is_refused_before_it_is_made(tmp_path, composed):
     Path("recipe").mkdir()
     Path("recipe/mine.yaml").write_text("# @package _global_\ndefaults: [bert_tiny]\nhydra: {run: {dir: out}}\n")
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=out: changes nothing here; give trainer.run_dir=FOLDER"):

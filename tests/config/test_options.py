@@ -80,8 +80,7 @@ def test_an_empty_path_is_refused_by_its_key(key):
         root,
     ],
 )
-def test_tools_and_caches_refuse_urls_too(refuse, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_tools_and_caches_refuse_urls_too(refuse, tmp_path):
     with pytest.raises(ConfigError, match=r"^[\w.-]+=s3:/+bucket/x: is a URL"):
         refuse("s3://bucket/x")
     assert not list(tmp_path.iterdir())

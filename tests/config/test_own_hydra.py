@@ -31,7 +31,6 @@ def hydra_of_a_stranger(tmp_path, monkeypatch) -> Callable[..., None]:
     (tmp_path / "stranger").mkdir()
     (tmp_path / "stranger" / "__init__.py").write_text(STRANGER)
     (tmp_path / "my" / "recipe").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["echelon"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both

@@ -22,12 +22,9 @@ from trainer.errors import DataError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 BAD = (17, 40, 41)
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Holes(Points):

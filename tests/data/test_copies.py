@@ -56,7 +56,7 @@ def run(workers: int) -> Recipe:
     return recipe
 
 
-def test_a_change_reaches_the_samples_in_this_process_and_is_refused_where_workers_have_copies(in_folder):
+def test_a_change_reaches_the_samples_in_this_process_and_is_refused_where_workers_have_copies(tmp_path):
     seen = run(workers=0).seen
     assert max(seen[:2]) < 5 <= min(seen[-3:])
     why = r"^Levels\.level: was changed from 0 to 5 during the run, and data workers have copies .* data\.workers=0$"
@@ -64,7 +64,7 @@ def test_a_change_reaches_the_samples_in_this_process_and_is_refused_where_worke
         run(workers=1)
 
 
-def test_a_hook_before_the_first_step_is_refused_and_named_at_a_resume(in_folder, caplog):
+def test_a_hook_before_the_first_step_is_refused_and_named_at_a_resume(tmp_path, caplog):
     copies = Copies(levels := Levels(3))
     copies.refuse_before(0)
     levels.level = 1

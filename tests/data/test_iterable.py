@@ -105,8 +105,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("data", [numbered, endless, Drawn], ids=["list", "generator", "random"])
-def test_it_is_replayed_to_the_bit(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_it_is_replayed_to_the_bit(data, tmp_path):
     straight, weights = train(data, "straight", 6)
     if data is not Drawn:
         assert [int(x[0, 0]) for x in straight] == [*range(7), *range(5)]
@@ -118,9 +117,8 @@ def test_it_is_replayed_to_the_bit(data, tmp_path, monkeypatch):
     assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
-def test_its_draws_are_none_of_the_trainings(tmp_path, monkeypatch):
+def test_its_draws_are_none_of_the_trainings(tmp_path):
     """Dropout falls as it does on the same batches from a list, which draws nothing."""
-    monkeypatch.chdir(tmp_path)
     batches, weights = train(Drawn, "drawn", 4)
     _, again = train(lambda: list(map(make_batch, batches)), "listed", 4)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
@@ -424,16 +422,14 @@ def loaded() -> DataLoader[Any]:
     return DataLoader(Marked(96), batch_size=12)
 
 
-def test_two_ranks_train_on_a_data_loader_as_one_does(tmp_path, monkeypatch):
+def test_two_ranks_train_on_a_data_loader_as_one_does(tmp_path):
     """A step of two micro-batches of 12 on one rank has the samples of one of 12 on each of two ranks."""
-    monkeypatch.chdir(tmp_path)
     ((alone, _),) = run_ranks(1, shares, loaded)
     (first, said), (second, _) = run_ranks(2, shares, loaded)
     assert first == second == pytest.approx(alone, rel=1e-5) and "the same first batch" not in said
 
 
-def test_ranks_that_repeat_each_others_batches_are_told(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_that_repeat_each_others_batches_are_told(tmp_path):
     (_, said), _ = run_ranks(2, shares, listed)
     assert "warning: recipe.data('train'): ranks have the same first batch, so they repeat each other's work" in said
     ((_, alone),) = run_ranks(1, shares, listed)

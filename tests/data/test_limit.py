@@ -23,6 +23,8 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Seen(Callback):
     def __init__(self) -> None:
@@ -55,11 +57,6 @@ def first(samples: int) -> float:
     """The mean of the first number of the first samples."""
     points = Numbered(dtype="float64").data("val")
     return sum(float(points[i]["x"][0]) for i in range(samples)) / samples
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("world", [1, 3])

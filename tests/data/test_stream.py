@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, DataError, message
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = needs("datasets")
+pytestmark = [needs("datasets"), pytest.mark.usefixtures("tmp_path")]
 
 
 class Numbers(IterableDataset):
@@ -88,11 +88,6 @@ def train(place: Place, kind: str, steps: int, resume: str | None = None, **opti
     )  # fmt: skip
     trainer.fit()
     return seen.steps, trainer.validation
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def numbers(steps: list[list[float]]) -> list[float]:

@@ -19,7 +19,6 @@ from trainer.trainer import Trainer
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> None:
     (tmp_path / "tmp").mkdir()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
 

@@ -19,6 +19,8 @@ from trainer.inference.live import way_out
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Predicts(Toy):
     def data(self, split: str) -> Any:
@@ -46,11 +48,6 @@ def by_hand(model: nn.Module, size: int) -> tuple[float, list[list[float]]]:
     with torch.no_grad():
         out = model(x)
     return float(((out - y).square() * mask).sum() / mask.sum()), out.tolist()
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def before_and_after(place: Place) -> list[Any]:

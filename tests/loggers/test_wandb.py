@@ -31,7 +31,6 @@ def teardown() -> None:
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch) -> Iterator[None]:
     """No key of this machine's user, and no process of wandb's that goes on."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timeouts, "LOGGER_S", 120.0)  # wandb's process starts slowly on a busy machine
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):

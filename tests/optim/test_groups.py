@@ -228,16 +228,14 @@ def tune(place: Place, groups: Any, steps: int, resume: str | None = None) -> tu
     return moved, trainer.buckets
 
 
-def test_a_frozen_parameter_stays_and_is_not_reduced(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_frozen_parameter_stays_and_is_not_reduced(tmp_path):
     for moved, buckets in run_ranks(3, tune, [{"match": "blocks.0.*", "freeze": True}], 2):
         still = {name for name, most in moved.items() if most == 0.0}
         assert still == {"first.weight", "first.bias", "blocks.0.0.weight", "blocks.0.0.bias"}
         assert sorted(i for bucket in buckets for i in bucket) == [0, 1, 2, 3]  # of the four that are trained
 
 
-def test_a_resume_compares_groups(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_resume_compares_groups(tmp_path):
     rule = {"match": "last.*", "lr_scale": 0.5}
     tune(Place(), [rule], 2)
     tune(Place(), [rule], 4, "ckpt/2")

@@ -16,6 +16,8 @@ from trainer.errors import ConfigError
 from trainer.optim.probe import probe, put_kept, refuse_coupled, steps_of
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Distance(Optimizer):
     """The groups have a step size from the gradients of all parameters, as Prodigy's and D-Adaptation's have."""
@@ -86,11 +88,6 @@ def trained(make: Any, steps: int, callbacks: Any = (), **options: Any) -> Train
     trainer = Trainer(Toy(), callbacks, make, batch=12, options=own, data=DataOptions(workers=0, lanes=5, block=4))
     trainer.fit()
     return trainer
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

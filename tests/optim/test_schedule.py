@@ -138,8 +138,7 @@ class Rates(Callback):
         self.seen.append([group["lr"] for group in trainer.optimizer.param_groups])
 
 
-def test_the_optimizer_gets_the_rate_of_its_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_optimizer_gets_the_rate_of_its_step(tmp_path):
     rates = Rates()
     Trainer(
         Toy(),

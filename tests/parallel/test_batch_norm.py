@@ -112,8 +112,7 @@ def train(place: Place) -> str:
     return "trains"
 
 
-def test_ranks_on_cpus_are_refused_before_a_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_on_cpus_are_refused_before_a_step(tmp_path):
     assert all("torch has no SyncBatchNorm for the CPU" in said for said in run_ranks(2, train, timeout_s=60))
     assert train(Place()) == "trains"
 

@@ -29,6 +29,8 @@ from trainer.parallel.ddp import DDP
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 CPU, TESTS = torch.device("cpu"), Path(__file__).parents[1]
 CHANGING = ["0.running_mean", "0.running_var", "0.num_batches_tracked", "1.largest", "1.wide"]
 PASSES = 3
@@ -117,11 +119,6 @@ def test_what_ranks_count_themselves_and_constants_are_in_step():
     *_, counted, constant, _, _ = zip(*(arrays for _, arrays in run_ranks(3, passes, True)), strict=True)
     assert set(map(int, counted)) == {2 + PASSES}
     assert all((ids == np.arange(8)).all() for ids in constant)  # rank 0's, from DDP's construction
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Constant(Toy):

@@ -162,8 +162,7 @@ def runs(place: Place, cases: list[Case]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_runs_are_close_to_bf16_resume_with_the_same_bits_and_compose(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_runs_are_close_to_bf16_resume_with_the_same_bits_and_compose(tmp_path):
     ranks = run_ranks(3, runs, CASES)
     for found in ranks:
         refused = {run: each["refused"] for run, each in found.items() if "refused" in each}
@@ -188,7 +187,6 @@ def staged(place: Place) -> str:
         return run_case(replace(place), case("staged", callbacks=callbacks))["refused"]
 
 
-def test_a_pipeline_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_pipeline_is_refused(tmp_path):
     for refused in run_ranks(3, staged):
         assert "pipeline and fp8 can't run together: a stage's loss is compared with the whole model's" in refused

@@ -225,8 +225,7 @@ def runs(place: Place, cases: list[Case]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_stay_equal_a_resume_has_the_same_bits_and_callbacks_have_plain_trainings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_stay_equal_a_resume_has_the_same_bits_and_callbacks_have_plain_trainings(tmp_path):
     cases = [
         case("fp32", precision="fp32", master_weights=True),
         case("plain", {"types": Types()}),
@@ -256,8 +255,7 @@ def test_ranks_stay_equal_a_resume_has_the_same_bits_and_callbacks_have_plain_tr
         assert not np.array_equal(plain["weights"], found["seed"]["weights"])
 
 
-def test_callbacks_that_would_average_or_cut_the_weights_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_callbacks_that_would_average_or_cut_the_weights_are_refused(tmp_path):
     for found in run_ranks(3, runs, [case(name, callbacks) for name, callbacks in REFUSED.items()]):
         for run, each in found.items():
             assert f"{run} and bf16_weights can't run together" in each["refused"], run

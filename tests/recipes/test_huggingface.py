@@ -46,10 +46,9 @@ def write_bert(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_losses_and_weights_are_those_of_transformers_trainer(world, tmp_path, monkeypatch):
+def test_losses_and_weights_are_those_of_transformers_trainer(world, tmp_path):
     pytest.importorskip("accelerate", reason="needs accelerate, as transformers' Trainer does: the extra [test]")
     write_llama(tmp_path)
-    monkeypatch.chdir(tmp_path)
     every = run_ranks(world, by_both, tmp_path) if world > 1 else [by_both(Place(), tmp_path)]
     for results in every:
         for ours, weights, theirs, expected in results:
@@ -89,9 +88,8 @@ def test_the_command_trains_on_text_and_exports_what_loads(tmp_path):
         torch.testing.assert_close(torch.tensor([rows[0]["prediction"]]), model(**tokens).logits)
 
 
-def test_predictions_are_what_the_model_gives_without_the_loss(tmp_path, monkeypatch):
+def test_predictions_are_what_the_model_gives_without_the_loss(tmp_path):
     write_llama(tmp_path)
-    monkeypatch.chdir(tmp_path)
     recipe = HuggingFace("llama", "lines.jsonl", "lines.jsonl")
     trainer = make(recipe, {}, partial(adamw, lr=1e-2), batch=3)
     found = trainer.predict()
@@ -136,8 +134,7 @@ def test_lines_are_read_at_their_places(tmp_path):
 @pytest.mark.parametrize(
     ("source", "words"), [("none.jsonl", "no such file"), (".", "is a folder without dataset_info.json")]
 )
-def test_data_that_is_not_there(source, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_data_that_is_not_there(source, words, tmp_path):
     with pytest.raises(ConfigError, match=f"recipe.data={source}: {words}"):
         open_data("recipe.data", source, "train")
 
@@ -155,8 +152,7 @@ def refusals(tmp_path: Path) -> Iterator[tuple[HuggingFace, str]]:
     yield HuggingFace(str(tmp_path / "bert"), data, lr_scheduler_type="line"), "recipe.lr_scheduler_type=line"
 
 
-def test_mistakes_are_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_mistakes_are_one_line(tmp_path):
     write_bert(tmp_path)
     for recipe, words in refusals(tmp_path):
         if recipe.text is None:
@@ -303,7 +299,6 @@ def test_a_pickle_that_asks_for_code_is_one_line(sharded, tmp_path):
 @pytest.mark.parametrize("there", ["../secret.safetensors", "/secret.safetensors", "a/b.safetensors"])
 def test_a_folders_lists_name_no_file_elsewhere(there, tmp_path, monkeypatch):
     """transformers and datasets would read it."""
-    monkeypatch.chdir(tmp_path)
     write_bert(tmp_path)
     (tmp_path / "bert" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": there}}))
     with pytest.raises(ConfigError, match="is not the name of a file in this folder"):
@@ -319,7 +314,6 @@ def test_a_folders_lists_name_no_file_elsewhere(there, tmp_path, monkeypatch):
 
 def test_code_beside_a_model_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
     """Without an answer of ours, transformers asks on standard input; `yes` would run a stranger's code."""
-    monkeypatch.chdir(tmp_path)
     write_bert(tmp_path)
     (tmp_path / "bert" / "code.py").write_text("raise SystemExit('ran')")
     config = tmp_path / "bert" / "config.json"
@@ -357,9 +351,8 @@ def bert_with_code(about: dict[str, Any]) -> None:
         ("_configuration_file", "other.json"),
     ],
 )
-def test_config_args_reach_no_code_and_no_other_files(word, value, tmp_path, monkeypatch):
+def test_config_args_reach_no_code_and_no_other_files(word, value, tmp_path):
     """The config beside a checkpoint, which may be a stranger's, gives them, too."""
-    monkeypatch.chdir(tmp_path)
     bert_with_code({"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}})
     with pytest.raises(
         ConfigError, match=rf"^recipe\.config_args\.{word}: is a keyword of transformers' loader, .*out$"
@@ -392,7 +385,6 @@ def test_each_keyword_of_the_loader_is_refused_in_config_args():
 
 def test_a_model_that_only_its_own_code_has_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
     """transformers asks on standard input once more as it builds a model with random weights."""
-    monkeypatch.chdir(tmp_path)
     bert_with_code({"auto_map": {"AutoModelForImageClassification": "code.Model"}})
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     recipe = HuggingFace("bert", "films.jsonl", architecture="AutoModelForImageClassification")
@@ -402,8 +394,7 @@ def test_a_model_that_only_its_own_code_has_is_neither_run_nor_asked_for(tmp_pat
 
 
 @pytest.mark.parametrize("place", ["config.json", "config_args"])
-def test_a_kernel_of_the_hub_is_refused(place, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_kernel_of_the_hub_is_refused(place, tmp_path):
     given = {"attn_implementation": "stranger/kernel"}
     bert_with_code(given if place == "config.json" else {})
     recipe = HuggingFace("bert", "films.jsonl", config_args=given if place == "config_args" else None)

@@ -13,12 +13,7 @@ from trainer.config.options import CheckpointOptions
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
-pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("tmp_path")]
 
 
 def unfreeze(module: Any, epoch: int) -> None:

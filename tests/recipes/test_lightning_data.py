@@ -33,13 +33,8 @@ from trainer.inference.inference import Inference
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = needs("lightning")
+pytestmark = [needs("lightning"), pytest.mark.usefixtures("tmp_path")]
 ALL = TensorDataset(torch.arange(100.0).view(-1, 1))
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def train_loader(**options: Any) -> DataLoader[Any]:

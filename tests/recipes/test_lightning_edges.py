@@ -16,12 +16,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.trainer import Trainer
 
-pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("tmp_path")]
 
 
 def modules() -> Any:

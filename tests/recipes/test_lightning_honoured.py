@@ -17,12 +17,7 @@ from recipes.lightning.module import OPTIONS, refuse_options
 from trainer.config.options import LimitOptions, Options
 from trainer.errors import ConfigError
 
-pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("tmp_path")]
 
 
 def modules() -> Any:

@@ -12,14 +12,9 @@ from recipes.lightning.honoured import HOOKS
 from recipes.lightning.module import REMOVED
 from trainer.errors import ConfigError
 
-pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("tmp_path")]
 
 CALLED = sorted(HOOKS.given.keys() - {"predict_step", "predict_dataloader", "train_dataloader", "val_dataloader"})
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def modules() -> Any:

@@ -21,7 +21,7 @@ from trainer.process.environment import Place
 from trainer.tools import evaluate
 from trainer.trainer import Trainer
 
-pytestmark = needs("lightning")
+pytestmark = [needs("lightning"), pytest.mark.usefixtures("tmp_path")]
 
 
 def made(place: Place, name: str, callbacks: Any = None, **options: Any) -> Trainer:
@@ -53,11 +53,6 @@ def by_lightning(name: str, weights: Any) -> dict[str, float]:
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
     found = trainer.validate(module, lightning_modules.Numbers(), verbose=False)[0]
     return {f"val/{key.removeprefix('val_')}": value for key, value in found.items()}
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])

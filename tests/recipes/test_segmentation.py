@@ -198,9 +198,8 @@ def fit(place: Place, folder: str, name: str, sharded: bool) -> dict[str, float]
 
 
 @pytest.mark.slow
-def test_ranks_give_the_numbers_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_give_the_numbers_of_one_rank(tmp_path: Path) -> None:
     """The scans for validation have 1 and 36 windows. With `shard` of stage 3, each forward pass needs all ranks."""
-    monkeypatch.chdir(tmp_path)
     for split, sizes in (("train", [20, 24, 28, 32]), ("val", [16, 72])):
         (tmp_path / split).mkdir()
         for size in sizes:

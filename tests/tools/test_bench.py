@@ -56,7 +56,6 @@ def test_a_failure_of_ranks_that_it_starts_is_one_line(tmp_path: Path) -> None:
 
 
 def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.tools.measure.codecs.SHAPE", (64, 64))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -175,8 +175,7 @@ def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         lr_find.refuse(Namespace(**options))
 
 
-def test_a_refusal_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_refusal_leaves_no_folder(tmp_path: Path) -> None:
     file = Path("new", "deep", "a.json")
     options = Namespace(min=1e-7, max=10.0, steps=100, limit_s=60.0, json=file, png=Path())
     with pytest.raises(ConfigError, match=r"^--png=\.: is a folder"):

@@ -41,7 +41,6 @@ def here(begun, tmp_path, monkeypatch) -> Path:
             (tmp_path / file.relative_to(begun)).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file.relative_to(begun)).write_bytes(file.read_bytes())
     sign(tmp_path / "runs/r/config.yaml")  # as the run would have here
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
     return tmp_path
@@ -191,8 +190,7 @@ def test_keys_are_checked(here):
         ),
     ],
 )
-def test_a_folder_that_is_no_run(tmp_path, monkeypatch, content, told):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_is_no_run(tmp_path, content, told):
     with pytest.raises(ConfigError, match="RUN=runs/r: is no folder; give the folder of a run, as in runs/NAME"):
         composed(Path("runs/r"), [])
     Path("runs/r").mkdir(parents=True)
@@ -202,8 +200,7 @@ def test_a_folder_that_is_no_run(tmp_path, monkeypatch, content, told):
         composed(Path("runs/r"), [])
 
 
-def test_a_run_made_in_python(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_made_in_python(tmp_path):
     Path("runs/r").mkdir(parents=True)
     Path("runs/r/.lock").write_text("process 1 on host")  # as a run does
     with pytest.raises(

@@ -214,7 +214,6 @@ def test_what_can_not_be_packed_is_one_line(tmp_path, name, content, said):
 @pytest.fixture
 def tool(capsys, monkeypatch, tmp_path):
     """The command in this process, in a folder of its own: gives its exit code, and its one line."""
-    monkeypatch.chdir(tmp_path)
 
     def call(*words: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["shards", *map(str, words)])

@@ -103,9 +103,7 @@ def train(callbacks: dict[str, Any], **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_budget_trains_as_without_and_resumes_with_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+def test_a_run_with_a_budget_trains_as_without_and_resumes_with_the_same_bits(tmp_path):
     def callbacks() -> dict[str, Any]:
         return {"compile": Compile(), "activation_checkpoint": ActivationCheckpoint(budget=0.1), "seen": Budgets()}
 

@@ -21,6 +21,8 @@ from trainer.composition import arrange
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 FILTER = "ignore:find_unused_parameters=True:UserWarning"
 
 
@@ -72,11 +74,6 @@ LAYOUTS = [
     ({"first_mib": 20 * KIB}, [5, 3]),
     ({"mibs": [16 * KIB, 4 * KIB]}, [4, 1, 1, 1, 1]),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _inside(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(("knobs", "layers"), quick(LAYOUTS, 3))

@@ -37,13 +37,10 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 STEPS, HALF = 6, 3
 AT = f"step-{HALF:08d}"
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def case(name: str, shard: Shard | None, resume: str | None = None, **knobs: Any) -> Case:

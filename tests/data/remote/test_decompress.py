@@ -52,7 +52,6 @@ KINDS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timeouts, "SERVER_PAUSES_S", (0.01, 0.02, 0.03))
     monkeypatch.setattr(timeouts, "FIRST_DOWNLOAD_S", 0.5)
 

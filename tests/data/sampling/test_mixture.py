@@ -193,8 +193,7 @@ def audited(place: Place, given: dict[str, float], resume: str | None) -> tuple[
     return audit.refs, trainer.validation
 
 
-def test_a_resume_on_other_ranks_goes_on_with_the_same_samples(shards, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_resume_on_other_ranks_goes_on_with_the_same_samples(shards, tmp_path):
     whole = run_ranks(3, audited, shards, None)
     resumed = run_ranks(2, audited, shards, str(Path("ckpt/3-False/step-00000003")))
     for step in range(3, 8):

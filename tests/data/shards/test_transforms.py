@@ -44,7 +44,6 @@ NAMED: dict[str, Any] = {
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WDS_SECURE", "0")
-    monkeypatch.chdir(tmp_path)
 
 
 def write(size: int = 24) -> list[Path]:

@@ -31,6 +31,8 @@ from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 PEAK = 5 << 30
 PARAMETERS = 8 * 16 + 16 + 2 * (16 * 16 + 16) + 16 * 4 + 4  # of the toy
 
@@ -67,11 +69,6 @@ def make(
         data=DataOptions(workers=0),
         place=place or Place(),
     )
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def fake_peak(monkeypatch, peak: int = PEAK) -> None:

@@ -46,8 +46,7 @@ def one_is_elsewhere(place: Place) -> list[Finding]:
     return meet(place, own(place), 20.0, folder)[2]
 
 
-def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_is_not_shared(tmp_path):
     found = run_ranks(3, one_is_elsewhere)[0][-1]
     assert (found.subject, found.level) == ("folder of the run", WARNING)
     assert found.value == "rank 1 can't see a file that rank 0 wrote"

@@ -25,7 +25,6 @@ CELL = Cell("speed", "Echelon", 16, 2, size=TINY, backend="aot_eager", warm=2, t
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     variables = dict(os.environ)
     yield
