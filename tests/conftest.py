@@ -199,7 +199,7 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.fixture(autouse=True)
-def in_its_folder(request: pytest.FixtureRequest) -> None:
+def in_its_folder(nothing_left_behind: None, request: pytest.FixtureRequest) -> None:
     """A test that asks for `tmp_path` runs there."""
     if "tmp_path" in request.fixturenames:
         request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
