@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.callbacks import CHANGES, CODECS, OBSERVERS, name_of
+from support.messages import refuses
 from support.ranks import run_ranks
 from support.runs import sgd
 from toy_recipe import Toy
@@ -138,7 +139,7 @@ def test_a_second_fit_without_steps_says_so_and_changes_nothing(tmp_path):
 
 
 def test_a_first_fit_has_the_limits_of_the_options():
-    with pytest.raises(ConfigError, match=r"^fit: limits are for a further fit; give the first ones as Options\("):
+    with refuses("fit", "Options(max_steps=N)"):
         make().fit(max_steps=4)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.messages import refuses
 from support.network import Cluster, needs_cluster
 from support.quick import quick
 from support.ranks import run_ranks
@@ -303,7 +304,7 @@ def test_nodes_that_differ_are_refused(tmp_path):
 
 
 def test_level_inter_needs_levels():
-    with pytest.raises(ConfigError, match=r"grad_compress needs hierarchical: .*; add hierarchical, or use level=all"):
+    with refuses("grad_compress needs hierarchical", "level=all"):
         arrange({"grad_compress": GradCompress(level="inter")}, set())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.messages import refuses
 from support.quick import quick
 from support.runs import make
 from torch import Tensor, nn
@@ -266,7 +267,7 @@ def test_a_pickle_that_asks_for_memory_is_refused(tmp_path: Path, archive: bool,
                 bomb.writestr(name, asks if name.endswith("data.pkl") else content)
     else:
         path.write_bytes(path.read_bytes().replace(b"}q", asks, 1))
-    with pytest.raises(ConfigError, match=r"a\.pt: asks for a bytearray, which is not a weight"):
+    with refuses("trainer.init_from", "bytearray"):
         load_weights(nn.Linear(3, 2), str(path))
 
 
@@ -291,15 +292,12 @@ def test_init_from_takes_weights_and_nothing_else(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     tensors = load_file("ckpt/r/step-00000004/model.safetensors")
     save_file({**tensors, "more": torch.zeros(1)}, "more.safetensors")
-    with pytest.raises(
-        ConfigError,
-        match=r"init_from=more.safetensors: 0 weights are missing, 1 are unknown, 0 have another shape or dtype \(more",
-    ):
+    with refuses("trainer.init_from=more.safetensors", "0", "1", "0"):
         make(run_dir="runs/t", init_from="more.safetensors").fit()
     Path("more.safetensors").write_bytes(b"torn")
-    with pytest.raises(ConfigError, match=r"init_from=more.safetensors: .*; give a whole checkpoint"):
+    with refuses("trainer.init_from=more.safetensors", "more.safetensors"):
         make(run_dir="runs/t", init_from="more.safetensors").fit()
-    with pytest.raises(ConfigError, match="init_from=nowhere: no such"):
+    with refuses("trainer.init_from=nowhere", "such"):
         make(run_dir="runs/u", init_from="nowhere").fit()
 
 
@@ -309,5 +307,5 @@ def test_init_from_refuses_a_damaged_checkpoint(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"init_from=ckpt/last.pt: .*its sha256 is not the manifest's; give a whole"):
+    with refuses("trainer.init_from=ckpt/last.pt", "manifest"):
         make(run_dir="runs/s", init_from="ckpt/last.pt").fit()

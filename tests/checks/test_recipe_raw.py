@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refuses
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -134,7 +135,7 @@ def test_a_parameter_outside_of_the_model_that_the_loss_trains_is_refused():
     def train(recipe: Any) -> int:
         return Trainer(recipe, batch=16, options=Options(max_steps=1), data=DataOptions(workers=0)).fit()["steps"]
 
-    with pytest.raises(ConfigError, match=r"^recipe\.criterion\.weight: gets a gradient .* let model\(\) return a "):
+    with refuses("recipe.criterion.weight", "model()"):
         train(Scaled())
     assert train(Scaled(trains=False)) == train(Scaled(grad=False)) == 1  # frozen; a teacher without a graph
 
@@ -161,5 +162,5 @@ def test_a_setting_of_real_weights_alone_is_refused_with_complex_ones(options, w
 
 def test_codecs_are_refused_with_complex_weights():
     callback = GradCompress("powersgd")
-    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress: codecs send real .*, and weight is "):
+    with refuses("callbacks.grad_compress", "codecs"):
         callback.wrap_reduce(SimpleNamespace(module=Complex()), SimpleNamespace())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.loaders import EpochOrder, open_loader, whole
+from support.messages import refuses
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -285,9 +286,7 @@ def test_a_distributed_sampler_is_for_these_ranks(rank, world, arguments, words,
 def test_a_transform_that_a_data_loader_would_not_get_is_refused(tmp_path):
     recipe: Any = Fits()
     recipe.transform = lambda sample, rng: sample
-    with pytest.raises(
-        ConfigError, match=r"^recipe\.transform: recipe\.data\('train'\) is a DataLoader, whose samples"
-    ):
+    with refuses("recipe.transform", "recipe.data('train')", "DataLoader"):
         Trainer(recipe, batch=16, options=Options(max_steps=2))
 
 

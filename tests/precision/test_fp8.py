@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from support.messages import refuses
 from support.ranks import run_ranks
 from support.sharded import Case, fit
 from support.sharded import run as run_case
@@ -86,7 +87,7 @@ def test_hidden_layers_with_sizes_that_are_multiples_of_16_are_converted_and_the
 
 
 def test_a_model_without_such_layers_is_refused():
-    with pytest.raises(ConfigError, match=r"precision=fp8: no linear layer can compute in FP8 \(1 with sizes that are"):
+    with refuses("trainer.precision=fp8", "FP8", "trainer.precision=bf16"):
         compute_in_fp8(nn.Sequential(nn.Linear(8, 16), nn.Tanh()))
 
 
@@ -127,7 +128,7 @@ def test_torchao_is_asked_for_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     refuse_without_fp8(CUDA)
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"precision=fp8: needs the package torchao; .* 'torchao>=0\.18,<0\.19'"):
+    with refuses("trainer.precision=fp8", "'torchao>=0.18,<0.19'"):
         refuse_without_fp8(CUDA)
 
 

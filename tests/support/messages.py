@@ -8,7 +8,7 @@ import pytest
 from trainer.errors import ConfigError
 
 
-def refused(key: str, *named: str, kind: type[Exception] = ConfigError) -> Any:
+def refuses(key: str, *named: str, kind: type[Exception] = ConfigError) -> Any:
     """Expect an error whose message begins with a key, or KEY=VALUE, and has the other texts in this order.
 
     Args:

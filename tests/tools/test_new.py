@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import ROOT, run
+from support.messages import refuses
 
 from trainer.errors import ConfigError
 from trainer.tools.new import new
@@ -70,5 +71,5 @@ def test_names_that_are_refused(tmp_path, monkeypatch, name, told):
 
 def test_a_folder_that_refuses(tmp_path):
     (tmp_path / "conf").touch()  # root may write into any folder
-    with pytest.raises(ConfigError, match="NAME=my_task: conf/recipe: Not a directory; go to a folder of yours"):
+    with refuses("NAME=my_task", "conf/recipe", "directory"):
         new("my_task")

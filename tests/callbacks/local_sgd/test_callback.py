@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from support.loaders import KeepBatches
+from support.messages import refuses
 from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
@@ -237,7 +238,7 @@ def test_what_it_refuses(other):
 
 
 def test_a_loss_scale_of_each_rank_is_refused():
-    with pytest.raises(ConfigError, match=r"meets and fp16 can't run together: .*; use trainer\.precision=bf16"):
+    with refuses("meets and fp16 can't run together", "trainer.precision=bf16"):
         arrange({"meets": LocalSGD()}, {"fp16"})
 
 

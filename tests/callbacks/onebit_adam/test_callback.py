@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.loaders import KeepBatches
+from support.messages import refuses
 from support.quick import quick
 from support.ranks import run_ranks
 from torch import nn
@@ -345,5 +346,5 @@ def test_a_variance_that_is_not_there_is_not_frozen(tmp_path):
 
 
 def test_no_warm_up_is_refused():
-    with pytest.raises(ConfigError, match=r"^callbacks\.onebit_adam\.warmup_steps=0: must be at least 1"):
+    with refuses("callbacks.onebit_adam.warmup_steps=0", "1"):
         OneBitAdam(0)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.messages import refuses
 from support.shards import remote
 from support.tars import numbered, write_tar
 
@@ -61,7 +62,7 @@ def test_urls_expand_braces_alone(tmp_path: Path) -> None:
     found = remote(tmp_path, "s3://bucket/a-{01..03}.tar")
     assert [path.url for path in found] == [f"s3://bucket/a-0{i}.tar" for i in (1, 2, 3)]
     assert [path.name for path in found] == [f"a-0{i}.tar" for i in (1, 2, 3)]
-    with pytest.raises(DataError, match=r"a-\*\.tar: can't be listed; write braces"):
+    with refuses("https://127.0.0.1/a-*.tar", "{000..009}", kind=DataError):
         remote(tmp_path, "https://127.0.0.1/a-*.tar")
     (tmp_path / "a.tar").touch()
     assert find_shards(f"file://{tmp_path}/*.tar") == [tmp_path / "a.tar"]
