@@ -149,9 +149,9 @@ def test_npz_files(tmp_path: Path) -> None:
 def test_an_image_without_a_label(tmp_path: Path) -> None:
     write(tmp_path, "a", *scan((4, 4)))
     (tmp_path / "labels" / "a.nii.gz").unlink()
-    with pytest.raises(ConfigError, match=r"recipe\.val=.*: labels/a\.nii\.gz is missing"):
+    with refuses("recipe.val", "labels/a.nii.gz"):
         ScanFolder(tmp_path, 2, 2, "recipe.val")
-    with pytest.raises(ConfigError, match=r"has no images/NAME\.nii\.gz and no NAME\.npz"):
+    with refuses("recipe.val", "images/NAME.nii.gz", "NAME.npz"):
         ScanFolder(tmp_path / "labels", 2, 2, "recipe.val")
 
 

@@ -94,7 +94,7 @@ def test_a_run_has_to_train_what_was_tuned_and_to_be_running(run: Path) -> None:
     config["trainer"] |= {"max_steps": 7}
     del config["callbacks"]["progress"]
     choice = Choice({}, {"micro_batch": 2, "accumulate": None})
-    with pytest.raises(ConfigError, match=r"trainer\.run_dir=.*: no process writes this run"):
+    with refuses("trainer.run_dir", "process", "+tuned=NAME"):
         refuse_other_job(config)
     with running(run):
         put(run / "ckpt", 7, world=8)
