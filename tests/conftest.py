@@ -152,7 +152,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def freeze_modules(frozen: list[int] = [0]) -> None:  # noqa: B006 it is kept
     """Keep collections of garbage from going through the modules that tests have loaded."""
     if len(sys.modules) > frozen[0] + LOADED:
-        gc.collect()
+        if frozen[0]:  # else there is no garbage yet
+            gc.collect()
         gc.freeze()
         frozen[0] = len(sys.modules)
 

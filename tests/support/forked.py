@@ -184,7 +184,7 @@ def compose_once() -> None:
     from trainer.config.compose import CONF, compose
 
     kept, argv = dict(Singleton._instances), list(sys.argv)
-    compose(["recipe=bert_tiny", "trainer.allow_targets=[a]", "~callbacks.progress", "+callbacks=[ema]"], [CONF])
+    compose(["trainer.allow_targets=[a]", "~callbacks.progress", "+b={c: 1}"], [CONF])
     Singleton._instances, sys.argv[:] = kept, argv
     del os.environ["HYDRA_FULL_ERROR"]
 

@@ -21,8 +21,8 @@ from trainer.process.exit import die_with_parent
 
 # Forked when first needed and kept for the session: importing torch takes longer than most tests.
 CONTEXT = multiprocessing.get_context("forkserver")
-# DDP and torch's optimizers import dynamo, and files of tests the others.
-CONTEXT.set_forkserver_preload(["trainer.trainer", "torch._dynamo", "pytest", "support.callbacks"])
+# DDP and torch's optimizers import dynamo, and files of tests pytest.
+CONTEXT.set_forkserver_preload(["trainer.trainer", "torch._dynamo", "pytest"])
 PEERS: list[tuple[Any, Connection]] = []
 
 
