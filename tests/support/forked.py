@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -170,7 +171,7 @@ def become(module: str, arguments: list[str], cwd: str, env: dict[str, str]) -> 
     sys.stdout = sys.__stdout__ = reopened(1, "strict")
     sys.stderr = sys.__stderr__ = reopened(2, "backslashreplace")
     forkserver = sys.modules.get("trainer.launch.forkserver")
-    if forkserver and any("devices" in word or "nproc" in word for word in arguments):
+    if forkserver and (module != "trainer.main" or re.search("devices|resume", " ".join(arguments))):  # it starts ranks
         forkserver.subprocess = Spare(forkserver)
     sys.modules["__main__"] = importlib.import_module(module)
     sys.argv = [str(sys.modules["__main__"].__file__), *arguments]
