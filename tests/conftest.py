@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import forked, ranks
+from support import changed, forked, ranks
 from support.faults import watched
 from xdist.scheduler import LoadScopeScheduling
 
@@ -33,6 +33,7 @@ if importlib.util.find_spec("hypothesis"):  # its wheels are of one Python: scri
     settings.load_profile("echelon")
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as Echelon and monai set it; read at cuBLAS's first call
+LOADED = 200  # modules after which those that are there are frozen again
 GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager", "compile_worker")
 ROOT = Path(__file__).parents[1]
@@ -48,37 +49,73 @@ TRANSFORMERS = (
     "tests/config/test_training_arguments.py", "tests/scripts/bench/bert/test_measure.py",
     "tests/security/test_targets.py",
 )  # fmt: skip
-EXPENSIVE = (  # beginnings of files; those of a tuple share what is expensive
-    SOURCES, LIGHTNING, MONAI, TRANSFORMERS, "tests/callbacks/test_compile", "tests/test_contract.py",
-    "tests/test_errors.py", "tests/test_settings.py", "tests/test_package.py", "tests/checks/test_recipe_runs.py",
-    "tests/callbacks/onebit_adam/test_callback.py", "tests/callbacks/shard/test_callback.py", "tests/docs/test_site.py",
-    "tests/launch/test_slurm.py", "tests/monitors/test_comm_monitor.py", "tests/optim/test_groups_sharded.py",
-    "tests/launch/test_launcher.py", "tests/test_main.py", "tests/tools/report/test_page_browser.py",
-    "tests/tools/test_evaluate.py", "tests/tools/test_export.py", "tests/tools/test_predict.py",
-    "tests/tools/test_resume.py",
-)  # fmt: skip
+SHARING = (SOURCES, LIGHTNING, MONAI, TRANSFORMERS)  # beginnings of files
+CHOICE = pytest.StashKey[changed.Choice]()
+FEW = 100  # functions of tests: sooner in one process
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed", action="store_true", help="run only the tests that what differs from the main branch can affect"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run a suite in several processes. Single files run in this one, which starts sooner."""
     option = config.option
+    if option.changed and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.stash[CHOICE] = changed.choose()
     given = option.numprocesses is not None or option.collectonly or option.usepdb or option.capture == "no"
     if given or "PYTEST_XDIST_WORKER" in os.environ:
         return
     some = (
         config.args_source is not pytest.Config.ArgsSource.TESTPATHS or option.keyword or getattr(option, "lf", False)
     )
+    some = some or (option.changed and config.stash[CHOICE].functions < FEW)
     if option.markexpr == "faults" or (option.markexpr == config.getini("addopts")[-1] and not some):
         option.numprocesses, option.dist = WORKERS, "load"
 
 
+@pytest.hookimpl
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["choice"] = list(node.config.stash[CHOICE].files or ()) if CHOICE in node.config.stash else []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if files := getattr(config, "workerinput", {}).get("choice"):
+        config.stash[CHOICE] = changed.Choice(set(files), "")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"--changed: {config.stash[CHOICE].said}"] if CHOICE in config.stash else []
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if CHOICE in config.stash and (files := config.stash[CHOICE].files) is not None and collection_path.suffix == ".py":
+        return collection_path.relative_to(ROOT).as_posix() not in files or None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and CHOICE in session.config.stash:
+        session.exitstatus = pytest.ExitCode.OK  # the change affects none
+
+
 class Together(LoadScopeScheduling):
-    """Gives one worker all tests of files that share something expensive, and other tests to whoever is free."""
+    """Gives one worker all tests of a file, since they share runs and imports, and those of files that share more."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return next((str(starts) for starts in EXPENSIVE if file.startswith(starts)), nodeid)
+        return next((str(starts) for starts in SHARING if file.startswith(starts)), file)
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        """Forget a scope that is done: after each test, xdist counts what its node has of every scope."""
+        super().mark_test_complete(node, item_index, duration)
+        scopes = self.assigned_work[node]
+        scope = self._split_scope(self.registered_collections[node][item_index])
+        if all(scopes[scope].values()):
+            del scopes[scope]
 
 
 @pytest.hookimpl
@@ -89,7 +126,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)  # a collection goes through the objects of all tests before
-    gc.freeze()  # the modules: many tests collect garbage, and would go through all of torch
+    freeze_modules()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -110,6 +147,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if recovered:
         terminalreporter.section("seconds from a fault to the next step")
         terminalreporter.write_line("\n".join(recovered))
+
+
+def freeze_modules(frozen: list[int] = [0]) -> None:  # noqa: B006 it is kept
+    """Keep collections of garbage from going through the modules that tests have loaded."""
+    if len(sys.modules) > frozen[0] + LOADED:
+        if frozen[0]:  # else there is no garbage yet
+            gc.collect()
+        gc.freeze()
+        frozen[0] = len(sys.modules)
 
 
 def children() -> set[int]:
@@ -153,11 +199,11 @@ def looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
-@pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, which is the current one."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def in_its_folder(nothing_left_behind: None, request: pytest.FixtureRequest) -> None:
+    """A test that asks for `tmp_path` runs there."""
+    if "tmp_path" in request.fixturenames:
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
 
 
 @pytest.fixture
@@ -176,6 +222,7 @@ def nothing_left_behind() -> Iterator[None]:
 
     What fixtures of a wider scope hold is not a leak: they are set up before this one.
     """
+    freeze_modules()
     processes, variables = children(), environment()
     log = logging.getLogger("echelon")
     log.propagate = True  # to caplog: a run in this process keeps its lines to itself

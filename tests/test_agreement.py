@@ -43,7 +43,7 @@ def sums(place: Place) -> tuple[Any, ...]:
     return *found, agreed.requests, agreed.weight
 
 
-@pytest.mark.usefixtures("in_folder")
+@pytest.mark.usefixtures("tmp_path")
 def test_three_ranks_sum_what_they_ask_for_and_follow_the_first_one_s_clock():
     """They read the same samples, so their items count once."""
     assert run_ranks(3, sums) == [(True, 10, 10, 3, [1, 0, 0], None, [0, 0, 1], 7)] * 3

@@ -157,8 +157,7 @@ class Own(Callback):
 
 
 @pytest.mark.parametrize(("call", "line"), PYTHON)
-def test_a_mistake_in_python_is_one_line(call, line, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_in_python_is_one_line(call, line, tmp_path):
     said = message(call)
     assert said.startswith(line) and "\n" not in said
     assert not list(tmp_path.iterdir())

@@ -18,12 +18,9 @@ from trainer.monitors.memory.callback import Memory
 from trainer.monitors.step_timer import StepTimer
 from trainer.monitors.throughput import Throughput
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 OBSERVERS = (Progress, TensorBoard, MetricsFile, StepTimer, Events, Throughput, Memory, Advice)
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 class Each(Callback):

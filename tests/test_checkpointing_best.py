@@ -18,10 +18,7 @@ from trainer.callback import Callback
 from trainer.checkpoint import commit, locate
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def test_the_newest_and_the_best_are_kept():

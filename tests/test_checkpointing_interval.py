@@ -16,7 +16,6 @@ AUTO = {"every": "auto", "every_steps": 1, "keep": 9}
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.plan.FIRST", 0.0)
 
 

@@ -1,6 +1,7 @@
 """Roles, conflicts and the order of callbacks: which can't run together because they would do the same."""
 
 import pytest
+from support.messages import refuses
 
 from trainer.callback import Callback, Role, Symptom
 from trainer.callbacks.ema import EMA
@@ -59,7 +60,7 @@ def test_what_is_refused_is_what_it_is_not_its_name(other, told):
         assert str(refusal.value).split("; any") == told
     else:
         arrange(named, set())
-        with pytest.raises(ConfigError, match=r"^any and clip can't run together: why; a third$"):
+        with refuses("any and clip can't run together", "third"):
             arrange(named, {"clip"})
         del named["clip"]
         with pytest.raises(ConfigError, match=r"^any needs measure: add it$"):
@@ -78,7 +79,7 @@ def test_a_callback_that_defers_may_read_gradients_itself():
         def on_before_optimizer_step(self, trainer) -> None: ...
 
     arrange({"one": Defers()}, set())
-    with pytest.raises(ConfigError, match=r"^one and two can't run together: one reads gradients before"):
+    with refuses("one and two can't run together", "gradients"):
         arrange({"one": Defers(), "two": Defers()}, set())
 
 

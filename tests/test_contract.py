@@ -111,15 +111,13 @@ RISKY: list[tuple[str, ...]] = [
     ("ema", "shard.3"),
     ("nan_guard", "shard.2"),
     ("local_sgd", "overlap"),
-    ("local_sgd", "powersgd"),
-    ("overlap", "int8"),
     ("ema", "overlap", "powersgd"),
     ("hierarchical", "local_sgd", "topk between nodes"),
 ]
 
 
 ALONE = {  # rows that each run of the tests trains: what plain training is compared with, and some of each kind
-    "adamw", "bucket", "hierarchical", "int8", "local_sgd", "nan_guard", "onebit_adam", "overlap", "shard.3", "topk",
+    "adamw", "hierarchical", "nan_guard", "onebit_adam", "shard.3", "topk",
 }  # fmt: skip
 
 
@@ -319,8 +317,7 @@ def silent(place: Place, codecs: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(120)
-def test_a_codec_whose_mean_is_zero_keeps_no_bound(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_codec_whose_mean_is_zero_keeps_no_bound(tmp_path):
     codecs = ["topk", "dgc", "sign", "powersgd"]
     plain, *runs = run_ranks(WORLD, silent, codecs)[0]
     for codec, run in zip(codecs, runs, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from support.cli import LOADED, PYTHONPATH, QUICK, TOY, Result, run, toy
 from support.quick import one_of, selected
 
-LIGHT = ("hydra", "omegaconf", "numpy")  # what is loaded where torch must not be
+LIGHT = ("trainer.main", "trainer.config.check")  # what is loaded where torch must not be, which a test asks for
 
 # What is typed, and indented what the line must say.
 WITHOUT_TORCH = """

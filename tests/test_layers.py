@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from support.cli import ROOT
-from support.sources import trees
+from support.sources import imported, trees
 
 from trainer.callback import HOOKS
 
@@ -23,22 +23,10 @@ def tree_of(path: Path) -> ast.Module:
     return trees(path.relative_to(ROOT).parts[0])[path]
 
 
-def imported(path: Path) -> set[str]:
-    """Returns the modules of ours that `path` imports anywhere."""
-    names: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            both = [(node.module, f"{node.module}.{alias.name}") for alias in node.names]
-            names |= {submodule if submodule in PATHS else str(module) for module, submodule in both}
-    return names & PATHS.keys()
-
-
 @cache
 def imports() -> dict[str, set[str]]:
     """Return the modules of ours that each module imports. Not at import: every worker collects this file."""
-    return {name: imported(path) for name, path in PATHS.items()}
+    return {name: imported(ast.walk(tree_of(path)), PATHS) for name, path in PATHS.items()}
 
 
 def arrows() -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from trainer.loop import Loop
 from trainer.process.environment import Place
 from trainer.setup import build, open_run
 
-pytestmark = pytest.mark.usefixtures("in_folder")
+pytestmark = pytest.mark.usefixtures("tmp_path")
 BATCHES = list(torch.rand(6, 2, 4, 3, generator=torch.Generator().manual_seed(1)))
 
 

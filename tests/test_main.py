@@ -14,6 +14,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.cli import PYTHONPATH, QUICK, TOY, environment, run, toy
+from support.messages import refuses
+from support.quick import quick
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainer
@@ -126,7 +128,7 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     ],
 )
 def test_runs_of_a_multirun_that_would_resume_each_other_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"^trainer.resume=\S+: 2 runs of -m would resume one run; give each a"):
+    with refuses("trainer.resume", "2", "'trainer.run_dir=runs/${optimizer.lr}'"):
         main.refuse_shared(jobs(settings))
     main.refuse_shared(jobs([("auto", "runs/a"), ("auto", "runs/b"), ("ckpt/a", None), ("ckpt/b", None)]))
     main.refuse_shared(jobs([(None, None), (None, None)]))
@@ -149,9 +151,7 @@ def jobs(settings: list[Any], dry_run: bool = False) -> list[Job]:
     ],
 )
 def test_runs_of_a_multirun_that_would_write_into_one_folder_are_refused_before_the_first(settings):
-    with pytest.raises(
-        ConfigError, match=r"^trainer.run_dir=\S+: 2 runs of -m would write into one folder of this name"
-    ):
+    with refuses("trainer.run_dir", "2", "'trainer.run_dir=runs/${optimizer.lr}'"):
         main.refuse_shared(jobs(settings))
     main.refuse_shared(jobs(settings, dry_run=True))
     main.refuse_shared(jobs([(None, "runs/a"), (None, "runs/b"), (None, "x/a", {"dir": "ckpt-2"}), (None, None)]))
@@ -165,7 +165,6 @@ def test_runs_of_a_multirun_that_would_write_into_one_folder_are_refused_before_
     ],
 )  # fmt: skip
 def test_a_sweep_of_no_values_is_no_success(word, line, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(main.sys, "argv", main.sys.argv[:1])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
@@ -186,7 +185,7 @@ def test_ranks_of_a_pipeline_share_samples(monkeypatch):
     monkeypatch.setattr("trainer.launch.launcher.start", lambda *_: 0)
     config: dict[str, Any] = {"trainer": {"devices": 4}, "nccl": {}, "batch": 6, "micro_batch": 1, "accumulate": None}
     assert main.run({**config, "callbacks": {"pipeline": {"stages": 4}}}, "toy", []) == 0
-    with pytest.raises(ConfigError, match="batch=6: does not divide into 4 rank"):
+    with refuses("batch=6", "4", "batch=4"):
         main.run({**config, "callbacks": {"ema": {"decay": 0.9}}}, "toy", [])
 
 
@@ -209,7 +208,7 @@ def test_names_of_callbacks(tmp_path):
     assert set(map(frozenset, shown.values())) == {frozenset(observers | {"ema"})}
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adagrad", "adamw8bit", "lars", "muon"])
+@pytest.mark.parametrize("name", quick(["adamw8bit", "muon", "adafactor", "adagrad", "lars"], 2))
 def test_an_optimizer_by_its_name(tmp_path, name):
     done = run([*TOY, f"optimizer={name}", "optimizer.lr=0.5", "--cfg", "job"], tmp_path)
     assert done.code == 0, done.err

@@ -22,6 +22,7 @@ WIDE = {
     "checkpoint/test_stored": "checkpoints that an older version wrote",
     "launch/test_slurm": "jobs of a real SLURM, through all of launch/",
     "test_callback_names": "the names of callbacks, in all sources",
+    "test_changed": "which tests a change needs, of support/changed.py",
     "test_complexity": "all sources",
     "test_contract": "each callback, and each pair",
     "test_extension_points": "hooks of users' callbacks, from the plan to the step",
@@ -38,12 +39,8 @@ WIDE = {
 }
 
 
-def names(folder: Path, pattern: str) -> set[str]:
-    return {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob(pattern)}
-
-
-MODULES = names(TRAINER, "[!_]*.py")
-FILES = names(TESTS, "test_*.py")
+MODULES = {path.relative_to(TRAINER).with_suffix("").as_posix() for path in TRAINER.rglob("[!_]*.py")}
+FILES = {path.relative_to(TESTS).with_suffix("").as_posix() for path in TESTS.rglob("test_*.py")}
 OF = {name: (Path(name).parent / f"test_{Path(name).name}").as_posix() for name in MODULES}  # a module's tests
 
 

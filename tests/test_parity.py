@@ -99,18 +99,15 @@ def ours(place: Place, accumulate: int, clip: str | None, bf16: bool, width: int
 @pytest.mark.parametrize("clip", [pytest.param(None, marks=pytest.mark.slow), "clip_norm"])
 @pytest.mark.parametrize("accumulate", quick([1, 2]))
 @pytest.mark.parametrize("world", [1, 3])
-def test_trainer_equals_a_bare_loop_bitwise(world, accumulate, clip, bf16, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_trainer_equals_a_bare_loop_bitwise(world, accumulate, clip, bf16, tmp_path):
     compare(world, accumulate, clip, bf16, 64)
 
 
-def test_also_with_gradients_clipped_by_value(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_also_with_gradients_clipped_by_value(tmp_path):
     compare(3, 2, "clip_value", False, 64)
 
 
-def test_also_when_there_are_several_buckets(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_also_when_there_are_several_buckets(tmp_path):
     compare(3, 1, None, False, 512)  # 2 MiB: DDP's first bucket holds 1
 
 

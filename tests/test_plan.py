@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from support.messages import refuses
 from toy_recipe import Toy
 
 from trainer.callback import Callback, Role
@@ -71,5 +72,5 @@ def plan_of_two(own: dict[str, Any], other: dict[str, Any], callbacks: Any = Map
 
 def test_a_rank_that_sees_other_data_is_refused():
     spec = make_plan(Toy()).spec
-    with pytest.raises(DataError, match=r"^recipe\.data: has changed since the run was planned; restore"):
+    with refuses("recipe.data", "changed", kind=DataError):
         make_plan(Toy(samples=48), place=Place(1, 3, 1, 3), spec=spec)

@@ -106,8 +106,7 @@ QUICK = ("overlap-accumulate",)
     [pytest.param(v, marks=() if name in QUICK else pytest.mark.slow) for name, v in VARIANTS.items()],
     ids=VARIANTS,
 )
-def test_a_killed_run_resumes_bitwise(variant, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_killed_run_resumes_bitwise(variant, tmp_path):
     straight = run_ranks(3, run, "runs/straight", STEPS, None, 0, variant)
     with pytest.raises(AssertionError, match="died"):
         run_ranks(3, run, "runs/killed", STEPS, None, KILL + 2, variant)  # two steps after the checkpoint
@@ -142,14 +141,12 @@ def come_and_go(segments: list[tuple[int, int]], lanes: int) -> None:
     assert [line["step"] for line in columns("runs/r") if "train/loss" in line] == list(range(1, steps + 1))
 
 
-def test_ranks_come_and_go_and_the_samples_stay(tmp_path, monkeypatch):
+def test_ranks_come_and_go_and_the_samples_stay(tmp_path):
     """5 ranks, whose parts of a batch differ, have fewer lanes than they are."""
-    monkeypatch.chdir(tmp_path)
     come_and_go([(3, 0), (5, 1)], lanes=3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_also_often_over_three_epochs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_also_often_over_three_epochs(tmp_path):
     come_and_go([(3, 0), (2, 1), (4, 3), (1, 0), (3, 1)], lanes=7)

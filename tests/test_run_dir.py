@@ -18,10 +18,7 @@ from trainer.process.environment import Place
 from trainer.run_dir import stored_config
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def make(recipe: Any = None, **options: Any) -> Trainer:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.callbacks import OBSERVERS
 from support.cli import toy
+from support.messages import refuses
 from support.quick import quick
 from support.ranks import run_ranks
 from support.runs import make
@@ -22,10 +23,7 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def everything() -> dict[str, Any]:
@@ -157,7 +155,7 @@ def test_a_refused_run_leaves_no_folder_of_its_own(run_dir, made):
     """Folders that were there before stay."""
     if made:
         Path(made).mkdir()
-    with pytest.raises(ConfigError, match="recipe"):
+    with refuses("recipe.width=0"):
         make(Refuses(), run_dir=run_dir)
     assert everything() == ({made: None} if made else {})
 
@@ -165,7 +163,7 @@ def test_a_refused_run_leaves_no_folder_of_its_own(run_dir, made):
 def test_a_folder_that_is_refused_leaves_none_for_checkpoints():
     Path("mine").mkdir()
     Path("mine/file").write_text("precious")
-    with pytest.raises(ConfigError, match="holds files that are not a run's"):
+    with refuses("trainer.run_dir=mine", "trainer.run_dir"):
         make(run_dir="mine")
     assert everything() == {"mine": None, "mine/file": b"precious"}
 

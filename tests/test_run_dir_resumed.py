@@ -13,10 +13,7 @@ from trainer.errors import ConfigError
 from trainer.loggers.metrics_file import MetricsFile
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def test_auto_does_not_begin_anew_in_the_folder_of_a_run_that_has_ended():

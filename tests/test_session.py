@@ -58,7 +58,6 @@ def test_a_constructor_that_splits_at_random_cuts_alike_on_all_ranks_and_after_a
 
 
 def test_gpus_that_srun_hides_from_each_other_are_told_of(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
     trainer = Trainer(Toy(), batch=12, place=Place())
     told = "warning: srun --gpus-per-task=1: each rank sees its own GPU alone"
     for hidden in (False, True):
@@ -71,9 +70,8 @@ def test_gpus_that_srun_hides_from_each_other_are_told_of(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("world", "counted"), [(1, "1 rank(s) on cpu, fp32, 756 p"), (2, "2 rank(s) on cpu, fp32, 756 p")]
 )
-def test_ranks_that_share_a_batch_are_told_apart_from_replicas(world, counted, tmp_path, monkeypatch, capsys):
+def test_ranks_that_share_a_batch_are_told_apart_from_replicas(world, counted, tmp_path, capsys):
     """As two stages of a pipeline do."""
-    monkeypatch.chdir(tmp_path)
     trainer = Trainer(Toy(), batch=12, place=Place())
     trainer.world = world
     describe(trainer.loop, NCCLOptions())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refuses
 from support.runs import sgd
 from torch import nn
 from toy_recipe import Toy
@@ -18,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.setup import build, open_run
 
-pytestmark = pytest.mark.usefixtures("in_folder")
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def job(recipe: Any, callbacks: dict[str, Callback] | None = None, **options: Any) -> RunArguments:
@@ -65,7 +66,7 @@ def test_the_parts_are_built_in_the_order_of_docs_step():
 
 def test_a_refused_run_leaves_no_folder_and_lets_another_one_write_it():
     for _ in range(2):
-        with pytest.raises(ConfigError, match="refused"), ExitStack() as refused:
+        with refuses("recipe.model()", "refused"), ExitStack() as refused:
             build(*open_run(job(Stops()), refused), sgd)
     assert not os.listdir() or not list(Path("runs").glob("*"))
 
@@ -73,7 +74,7 @@ def test_a_refused_run_leaves_no_folder_and_lets_another_one_write_it():
 def test_gradients_are_views_of_buckets_on_a_gpu():
     """A model would be on it next."""
     for device, view in (("cuda", True), ("cpu", False)):
-        with pytest.raises(ConfigError, match="refused"), ExitStack() as refused:
+        with refuses("recipe.model()", "refused"), ExitStack() as refused:
             context, plan = open_run(job(Stops()), refused)
             context.device = torch.device(device)
             try:

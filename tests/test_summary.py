@@ -19,7 +19,6 @@ ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE"
 def test_the_command_that_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # without a script beside it
     monkeypatch.setenv("PATH", "")
-    monkeypatch.chdir(tmp_path)
     typed, rest = ["trainer.resume=x", "batch=${a b}"], "-m trainer.main 'batch=${a b}' trainer.resume=ckpt/r"
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -32,8 +31,7 @@ def test_the_command_that_goes_on(tmp_path, monkeypatch):
     assert go_on(typed, Path("ckpt/r")) == f"./python {rest}"
 
 
-def test_the_short_command_that_goes_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_short_command_that_goes_on(tmp_path):
     trainer: Any = SimpleNamespace(run_dir=Path("r"), command=Command([]))
     assert resume(trainer) == ""  # no config
     Path("r").mkdir()
@@ -68,11 +66,10 @@ def test_samples_are_named_unless_a_collective_has_failed(error: Any, place: str
 
 
 @pytest.mark.parametrize("name", ["plain", "a b", "$(touch x);`y`'q", 'a"b', "back\\slash", "-r", "a,b", "[x]", '\\"'])
-def test_a_printed_command_can_be_typed_whatever_the_name_of_the_run(name, tmp_path, monkeypatch):
+def test_a_printed_command_can_be_typed_whatever_the_name_of_the_run(name, tmp_path):
     """Hydra's own parser and the shell's rules read the words back."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    monkeypatch.chdir(tmp_path)
     word = shlex.split(go_on(["recipe=toy"], Path("ckpt", name)))[-1]
     assert OverridesParser.create().parse_override(word).value() == f"ckpt/{name}"
     folder = Path(name)

@@ -90,8 +90,7 @@ def reads(place: Place, names: tuple[str, ...]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("names", quick([[*names] for names in SETS], 2), ids="+".join)
-def test_steps_that_are_not_logged_read_nothing(names, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_steps_that_are_not_logged_read_nothing(names, tmp_path):
     for steps in run_ranks(2, reads, (*OBSERVERS, *names)):
         assert steps[3] and steps[7]  # logged: the loss is read, and is seen to be
         if "onebit_adam" in names:

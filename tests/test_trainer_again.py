@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.callbacks import CHANGES, CODECS, OBSERVERS, name_of
+from support.messages import refuses
 from support.ranks import run_ranks
 from support.runs import sgd
 from toy_recipe import Toy
@@ -20,6 +21,8 @@ from trainer.loggers.metrics_file import MetricsFile
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 ALL = {**OBSERVERS, **CHANGES, **CODECS}
 STAGED = ("pipeline", "pipeline.2bw")
@@ -50,11 +53,6 @@ def make(place: Place | None = None, rows: tuple[str, ...] = (), run: str = "r",
         recipe, callbacks, adamw if "onebit_adam" in rows else sgd, batch=12, options=Options(**options),
         data=DataOptions(workers=0, shuffle_shards=5, shuffle_window=4), place=place or Place(),
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def straight_and_again(place: Place, rows: tuple[str, ...]) -> tuple[Any, Any]:
@@ -141,7 +139,7 @@ def test_a_second_fit_without_steps_says_so_and_changes_nothing(tmp_path):
 
 
 def test_a_first_fit_has_the_limits_of_the_options():
-    with pytest.raises(ConfigError, match=r"^fit: limits are for a further fit; give the first ones as Options\("):
+    with refuses("fit", "Options(max_steps=N)"):
         make().fit(max_steps=4)
 
 

@@ -84,8 +84,7 @@ def observers() -> list[Any]:
 
 
 @pytest.mark.parametrize(("callbacks", "most"), [(list, 15), (observers, 25)])
-def test_a_step_has_few_frames(callbacks, most, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_step_has_few_frames(callbacks, most, tmp_path, capsys):
     try:
         train(callbacks, batches := Counted())
     finally:
@@ -113,8 +112,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
 
-def test_a_sample_has_two_frames(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_sample_has_two_frames(tmp_path):
     try:
         train(list, rows := Rows())
     finally:

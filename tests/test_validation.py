@@ -75,9 +75,8 @@ def validated(place: Place, recipe: Toy) -> tuple[dict[str, float], list[Any]]:
 
 
 @pytest.mark.parametrize("kind", [PartlyEmpty, WithMetrics])
-def test_weight_0_adds_nothing(kind, tmp_path, monkeypatch):
+def test_weight_0_adds_nothing(kind, tmp_path):
     """Of two ranks the first has 3 micro-batches of weight 0 and no other, the second has one of 3."""
-    monkeypatch.chdir(tmp_path)
     recipe = kind(empty=8)
     results = run_ranks(2, validated, recipe)
     model = recipe.model()
@@ -114,8 +113,7 @@ class Nothing:
 
 
 @pytest.mark.parametrize("recipe", [PartlyEmpty(empty=SIZE), Listed(Nothing())], ids=["weight 0", "no batch"])
-def test_nothing_to_count_is_refused_on_every_rank(recipe, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_nothing_to_count_is_refused_on_every_rank(recipe, tmp_path):
     results = run_ranks(2, refused, recipe)
     assert results[0] == results[1]
     assert results[0].startswith("recipe.data('val'): gave no batch, or only batches of weight 0; return data ")
@@ -165,15 +163,13 @@ OWN, OTHERS = "OSError: no more memory on this GPU", "DistError: rank 1 failed i
     ],
     ids=["replicas", "lockstep", "lockstep, all"],
 )
-def test_a_rank_that_fails_is_the_one_that_is_told_of_and_all_save(recipe, callbacks, expected, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_rank_that_fails_is_the_one_that_is_told_of_and_all_save(recipe, callbacks, expected, tmp_path):
     told, steps, saved = zip(*run_ranks(3, failed, recipe, callbacks), strict=True)
     assert told == expected
     assert set(steps) == {2} and [path.name for path in saved[0]] == ["step-00000002"]
 
 
 def test_a_collective_that_fails_does_not_hide_why_validation_did(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     trainer = Trainer(Toy(), batch=12, options=Options(max_steps=2), data=DataOptions(workers=0), place=Place())
 
     def gather(value: Any) -> Any:
@@ -238,9 +234,8 @@ def signalled(
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_signal_ends_a_validation_and_a_resume_makes_it_again(world, tmp_path, monkeypatch):
+def test_a_signal_ends_a_validation_and_a_resume_makes_it_again(world, tmp_path):
     """Heard by the last rank alone, in the validation of step 2 and in that of the last step."""
-    monkeypatch.chdir(tmp_path)
     run_ranks(world, signalled, "straight")
     first = run_ranks(world, signalled, "r", world - 1, (2,))
     second = run_ranks(world, signalled, "r", world - 1, (4,), "auto")
@@ -282,14 +277,12 @@ class Once:
         return self.batches
 
 
-def test_data_for_one_validation_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_data_for_one_validation_is_refused(tmp_path):
     message = refused(Place(), Listed(Once()))
     assert message.startswith("recipe.data('val'): a Once is used up by the first validation; return a list of batches")
 
 
-def test_a_generator_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_generator_is_refused_before_the_first_step(tmp_path):
     message = refused(Place(), Listed(iter([])))
     assert message.startswith("recipe.data('val'): a list_iterator is used up by the first validation; return a list ")
     assert not (tmp_path / "runs").exists()
@@ -302,8 +295,7 @@ class Rightness(Toy):
 
 @pytest.mark.parametrize("recipe", [Toy, Rightness])
 @pytest.mark.parametrize("place", ["keep_best", "early_stop"])
-def test_a_metric_that_validation_does_not_give_is_refused_before_the_first_step(recipe, place, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_metric_that_validation_does_not_give_is_refused_before_the_first_step(recipe, place, tmp_path):
     callbacks = {"early_stop": EarlyStop("val/los")} if place == "early_stop" else {}
     best = "max val/rihgt" if place == "keep_best" else None
     options = Options(max_steps=2, validate_every=1, checkpoint=CheckpointOptions(keep_best=best))
@@ -340,9 +332,8 @@ def trained(place: Place, kind: type[SomeValidation], size: int) -> tuple[dict[s
 
 
 @pytest.mark.parametrize("size", [2, 13])
-def test_validation_over_ranks_is_one_pass_over_everything(size, tmp_path, monkeypatch):
+def test_validation_over_ranks_is_one_pass_over_everything(size, tmp_path):
     """Samples count 1 to 4 outputs, so ranks and micro-batches weigh differently; of 2 samples one rank has none."""
-    monkeypatch.chdir(tmp_path)
     everything = {
         key: torch.stack([Points(size, torch.float64)[i][key] for i in range(size)]) for key in ("x", "y", "mask")
     }
@@ -366,8 +357,7 @@ class PartlyFrozen(Toy):
         return net
 
 
-def test_validation_leaves_each_module_in_the_mode_it_had(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_validation_leaves_each_module_in_the_mode_it_had(tmp_path):
     trainer = Trainer(
         PartlyFrozen(), batch=12, options=Options(max_steps=1), data=DataOptions(workers=0), place=Place()
     )

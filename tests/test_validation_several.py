@@ -17,6 +17,8 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class TwoSets(Toy):
     def data(self, split: str) -> Any:
@@ -54,11 +56,6 @@ def validated(place: Place, sharded: bool) -> tuple[dict[str, float], dict[str, 
         {} if sharded else {f"val/{name}/error": by_hand(trainer.module, n) for name, n in (("short", 5), ("long", 13))}
     )
     return trainer.validation, expected
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -241,16 +241,14 @@ def test_a_codec_reduces_the_same_gradients(runs):
     assert all(len(each) == 1 for each in bits(runs["bf16 forward"]))
 
 
-def test_one_rank_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_one_rank_alone(tmp_path):
     plain = train(Place(), "plain", micro=4)
     found = train(Place(), "r", {}, Limited(most=5, on=0, since=3), micro=4)
     assert distance(found["steps"][-1], plain["steps"][-1]) < 1e-12
     assert {size for step, size in found["passes"] if step > 4} == {3}
 
 
-def test_a_sample_that_never_fits_ends_the_run_with_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_sample_that_never_fits_ends_the_run_with_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks\.auto_batch: a single sample does not fit into memory"):
         train(Place(), "r", {}, Limited(most=0, on=0), micro=4)
     with pytest.raises(ConfigError, match=r"callbacks\.auto_batch: a single sample does not fit into memory"):
@@ -269,8 +267,7 @@ class Named(Toy):
         return super().loss(model, batch["point"])
 
 
-def test_a_batch_that_can_not_be_cut_is_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_batch_that_can_not_be_cut_is_refused_before_the_first_step(tmp_path):
     trainer = Trainer(
         Named(), {"mine": AutoBatch()}, batch=12, options=Options(max_steps=2), data=DataOptions(workers=0)
     )
@@ -287,8 +284,7 @@ def lockstep(place: Place) -> str:
     return ""
 
 
-def test_ranks_whose_passes_are_in_lockstep_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_whose_passes_are_in_lockstep_are_refused(tmp_path):
     assert all("leave auto_batch or the sharding out" in message for message in run_ranks(WORLD, lockstep))
 
 

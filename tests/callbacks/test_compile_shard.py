@@ -17,12 +17,9 @@ from trainer.callbacks.ema import EMA
 from trainer.callbacks.shard.callback import Shard
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 WORLD = 3
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Watch(Callback):

@@ -102,8 +102,7 @@ def test_a_state_from_before_steps_were_kept():
     assert trainer.reasons == ["early_stop: val/loss has not improved for 1 validations; its best was 0.5"]
 
 
-def test_the_summary_has_the_loss_of_a_step_that_is_not_logged(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_summary_has_the_loss_of_a_step_that_is_not_logged(tmp_path):
     assert run(Place())[0] == 9  # log_every_steps is 50
     assert json.loads(Path("runs/r/summary.json").read_text())["train/loss"] > 0
 
@@ -120,8 +119,7 @@ class Unvalidated(Toy):
         (Unvalidated, None, "recipe.data('val') is None; return validation data"),
     ],
 )
-def test_without_validation_it_is_refused(recipe, every, reason, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_without_validation_it_is_refused(recipe, every, reason, tmp_path):
     options = Options(max_steps=4, validate_every=every)
     with pytest.raises(ConfigError, match=f"^callbacks.early_stop.metric=val/loss: {re.escape(reason)}"):
         Trainer(recipe(), {"early_stop": EarlyStop()}, batch=12, options=options, place=Place()).fit()
@@ -144,9 +142,8 @@ def run(place: Place, patience: int = 2, resume: str | None = None) -> tuple[int
 STOP = r"early_stop: val/loss has not improved for 2 validations; its best was (\d\.\d+) at step 3"
 
 
-def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch):
+def test_all_ranks_stop_at_the_same_step(tmp_path):
     """The first validation improves on nothing, the next two do not improve by 10."""
-    monkeypatch.chdir(tmp_path)
     (step, reason), *others = run_ranks(3, run)
     assert others == [(step, reason)] * 2
     lines = map(json.loads, Path("runs/r/metrics.jsonl").read_text().splitlines())
@@ -154,8 +151,7 @@ def test_all_ranks_stop_at_the_same_step(tmp_path, monkeypatch):
     assert step == 9 and re.fullmatch(STOP, reason)[1] == f"{best:.4g}"
 
 
-def test_a_run_that_it_stopped_stays_stopped_when_resumed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_it_stopped_stays_stopped_when_resumed(tmp_path):
     stop = run(Place())
     assert stop[0] == 9 and re.fullmatch(STOP, stop[1])
     assert run(Place(), resume="auto") == stop

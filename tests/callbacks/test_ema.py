@@ -57,8 +57,7 @@ def train(recipe: Toy, place: Place, decay: float, steps: int, **callbacks: Call
     return trainer
 
 
-def test_three_steps_by_hand(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_three_steps_by_hand(tmp_path):
     history = History()
     trainer = train(Normed(dtype="float64"), Place(), 0.9, 3, history=history)
     w0, w1, w2, w3 = history.weights
@@ -68,8 +67,7 @@ def test_three_steps_by_hand(tmp_path, monkeypatch):
     assert not any(p.requires_grad for p in trainer.eval_model.parameters())
 
 
-def test_buffers_are_copied(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_buffers_are_copied(tmp_path):
     trainer = train(Normed(), Place(), 0.9, 3)
     buffers = dict(trainer.module.named_buffers())
     assert int(buffers["first.1.num_batches_tracked"]) == 3
@@ -78,9 +76,8 @@ def test_buffers_are_copied(tmp_path, monkeypatch):
         assert torch.equal(buffer, buffers[name]) and buffer is not buffers[name]
 
 
-def test_validation_is_of_the_average(tmp_path, monkeypatch):
+def test_validation_is_of_the_average(tmp_path):
     """Also where blocks are recomputed: the copy's blocks must use the copy's weights."""
-    monkeypatch.chdir(tmp_path)
     recipe = Toy(dtype="float64")
     for extra in ({}, {"activation_checkpoint": ActivationCheckpoint()}):
         trainer = train(recipe, Place(), 0.9, 5, **extra)
@@ -101,8 +98,7 @@ def averages(place: Place, overlapped: bool) -> tuple[bytes, bytes, dict[str, fl
     return flat(trainer.eval_model).tobytes(), flat(trainer.module).tobytes(), trainer.validation
 
 
-def test_with_deferred_steps_the_average_has_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_with_deferred_steps_the_average_has_the_same_bits(tmp_path):
     plain, deferred = run_ranks(3, averages, False), run_ranks(3, averages, True)
     assert plain == deferred
     assert plain[0][0] != plain[0][1]

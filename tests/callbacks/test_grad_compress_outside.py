@@ -10,6 +10,7 @@ from outside.ternary import Ternary
 from support.cli import TOY, lines, run, weights
 from support.configs import toy_config
 from support.costs import choose, machine, setup
+from support.messages import refuses
 
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.comm.codecs.base import Codec, ErrorFeedback
@@ -117,7 +118,7 @@ class Bare(Codec):
 
 
 def test_a_codec_that_forgets_its_base_or_its_bytes_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress\.codec: the constructor of .*Bare does not call"):
+    with refuses("callbacks.grad_compress.codec", "constructor"):
         GradCompress(codec=Bare())
     cost = GradCompress(codec=Bare(base=True)).cost()
     assert "has no payload_bytes" in cost.left_out and not GradCompress(codec=Ternary()).cost().left_out

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.messages import refuses
 from support.network import Cluster, needs_cluster
 from support.quick import quick
 from support.ranks import run_ranks
@@ -79,9 +80,8 @@ def train(
     ],
     ids="+".join,
 )
-def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch, others):
+def test_the_mean_over_two_levels_is_the_mean(tmp_path, others):
     """Also where a node has one rank or all, and sizes do not divide."""
-    monkeypatch.chdir(tmp_path)
     (plain, *_) = run_ranks(4, train, "plain", others)
     for per_node in (1, 2, 4):
         for weights in run_ranks(
@@ -95,9 +95,8 @@ def test_the_mean_over_two_levels_is_the_mean(tmp_path, monkeypatch, others):
     quick([({"clip_norm": 0.05}, "float64", 1e-12), ({"precision": "fp16"}, "float32", 1e-2)]),
     ids=["clip", "fp16"],
 )
-def test_settings_with_two_levels(tmp_path, monkeypatch, options, dtype, bound):
+def test_settings_with_two_levels(tmp_path, options, dtype, bound):
     """What clips and scales sees the mean, of whichever levels."""
-    monkeypatch.chdir(tmp_path)
     (start, *_) = run_ranks(1, start_of_all)
     (unset, *_) = run_ranks(4, train, "unset", TWO, None, {}, dtype)
     (plain, *_) = run_ranks(4, train, "plain", {}, None, options, dtype)
@@ -127,9 +126,8 @@ def test_settings_with_two_levels(tmp_path, monkeypatch, options, dtype, bound):
     ],
     ids=["bf16", "fp16", "int8", "dgc", "sign", "blocksparse", "topk", "topk+overlap", "topk+local_sgd"],
 )
-def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, least, bound):
+def test_compressed_between_nodes_only(tmp_path, others, least, bound):
     """Where all ranks are on one node nothing is compressed; else it is, and resumes with the same bits."""
-    monkeypatch.chdir(tmp_path)
     exact = {row: knobs for row, knobs in others.items() if row != "grad_compress"}
     (start, *_) = run_ranks(1, start_of_all)
     (plain, *_) = run_ranks(4, train, "plain", exact)
@@ -144,9 +142,8 @@ def test_compressed_between_nodes_only(tmp_path, monkeypatch, others, least, bou
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("codec", "bound"), [("fp16", 15 * 2**-11), ("powersgd", 1e-9)])
-def test_what_is_encoded_is_reduced_in_both_levels(tmp_path, monkeypatch, codec, bound):
+def test_what_is_encoded_is_reduced_in_both_levels(tmp_path, codec, bound):
     """What a codec sums is summed inside a node, too; with overlap, to the same bits."""
-    monkeypatch.chdir(tmp_path)
     (start, *_) = run_ranks(1, start_of_all)
     compressed = {"grad_compress": {"codec": codec}}
     (plain, *_) = run_ranks(4, train, "one level", compressed if codec == "powersgd" else {})
@@ -165,9 +162,8 @@ def resumed_as_nodes_of(place: Place, per_node: int) -> str:
 
 
 @pytest.mark.slow
-def test_what_was_kept_back_for_other_levels_is_refused_before_anything_changes(tmp_path, monkeypatch):
+def test_what_was_kept_back_for_other_levels_is_refused_before_anything_changes(tmp_path):
     """By all ranks, of which each has a part; what was saved later is still where it was."""
-    monkeypatch.chdir(tmp_path)
     run_ranks(4, train, "run", TOPK | TWO)
     saved = sorted(Path("ckpt").rglob("*"))
     messages = run_ranks(4, resumed_as_nodes_of, 1)
@@ -242,10 +238,9 @@ def books(place: Place, name: str, steps: int, per_node: int, resume: str | None
     [pytest.param(2, 1, marks=pytest.mark.slow), (3, 1), pytest.param(6, 2, marks=pytest.mark.slow)],
     ids=["fewer", "one level", "more"],
 )
-def test_what_nodes_keep_back_is_sent_by_other_nodes(world, per_node, tmp_path, monkeypatch):
+def test_what_nodes_keep_back_is_sent_by_other_nodes(world, per_node, tmp_path):
     """Of each element, the mean over the ranks that have it: what is sent, and that, is what was given, across a change
     of nodes, too."""
-    monkeypatch.chdir(tmp_path)
     means = []
     for ranks in (
         run_ranks(4, books, "run", 3, 2),
@@ -263,9 +258,8 @@ def test_what_nodes_keep_back_is_sent_by_other_nodes(world, per_node, tmp_path, 
 
 
 @pytest.mark.slow
-def test_one_node_has_nothing_to_send_what_was_kept_back(tmp_path, monkeypatch):
+def test_one_node_has_nothing_to_send_what_was_kept_back(tmp_path):
     """It says so, keeps it, and more nodes find it again."""
-    monkeypatch.chdir(tmp_path)
     kept = [rank["after"] for rank in run_ranks(4, books, "run", 3, 2)]
     run_ranks(2, books, "one", 6, 2, "ckpt/run/step-00000003")
     assert (
@@ -288,8 +282,7 @@ def refused(place: Place) -> str:
     return str(refusal.value)
 
 
-def test_ranks_that_do_not_divide_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_that_do_not_divide_are_refused(tmp_path):
     for message in run_ranks(3, refused):
         assert message.startswith("callbacks.hierarchical.ranks_per_node=2: does not divide the 3 ranks; ")
 
@@ -303,8 +296,7 @@ def uneven(place: Place) -> str:
     return str(refusal.value)
 
 
-def test_nodes_that_differ_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_nodes_that_differ_are_refused(tmp_path):
     for message in run_ranks(3, uneven):
         assert message.startswith(
             "callbacks.hierarchical: rank 2 has local rank 0 of 1, and rank 0's node has 2 ranks; "
@@ -312,7 +304,7 @@ def test_nodes_that_differ_are_refused(tmp_path, monkeypatch):
 
 
 def test_level_inter_needs_levels():
-    with pytest.raises(ConfigError, match=r"grad_compress needs hierarchical: .*; add hierarchical, or use level=all"):
+    with refuses("grad_compress needs hierarchical", "level=all"):
         arrange({"grad_compress": GradCompress(level="inter")}, set())
 
 

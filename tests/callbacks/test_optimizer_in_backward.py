@@ -229,12 +229,11 @@ def all_held(place: Place) -> list[int]:
     return [held(replace(place, store=f"{place.store}-{case}"), *case) for case in cases]
 
 
-def test_bytes_of_gradients(tmp_path, monkeypatch):
+def test_bytes_of_gradients(tmp_path):
     """On three ranks: the buckets on their way, the one that is filled, and the gradient that is complete meanwhile.
 
     The observer's hooks come before the callback's, so it sees each gradient whole.
     """
-    monkeypatch.chdir(tmp_path)
     (alone,) = run_ranks(1, all_held)
     assert alone == [7, 1, 7], alone
     for plain, ours, accumulated in run_ranks(3, all_held):
@@ -270,15 +269,13 @@ def fails(place: Place, kind: str) -> str:
     return ""
 
 
-def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_parameter_without_a_gradient_is_an_error_on_several_ranks(tmp_path):
     told = "optimizer_in_backward: no gradient for second.weight, second.bias in the last micro-batch of a step"
     assert [error.partition(";")[0] for error in run_ranks(3, fails, "unused")] == [told] * 3
     assert run_ranks(1, fails, "unused") == [""]
 
 
-def test_a_weight_that_backward_needs_after_its_step_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_weight_that_backward_needs_after_its_step_is_an_error(tmp_path):
     (error,) = run_ranks(1, fails, "detached")
     assert "modified by an inplace operation" in error
 
@@ -293,8 +290,7 @@ class Twice(Toy):
         return super().loss(model, batch)
 
 
-def test_a_second_gradient_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_second_gradient_is_an_error(tmp_path):
     trainer = Trainer(
         Twice(), {"optimizer_in_backward": OptimizerInBackward()}, adamw, batch=12, options=Options(max_steps=2),
         data=DataOptions(workers=0),
@@ -311,8 +307,7 @@ class Sharded(Callback):
         return SimpleNamespace(model=model, parameters=parameters, data_rank=0, data_world=1)
 
 
-def test_a_layout_other_than_ddps_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_layout_other_than_ddps_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks\.optimizer_in_backward: needs whole gradients .*SimpleNamespace"):
         Trainer(Toy(), {"a": Sharded(), "optimizer_in_backward": OptimizerInBackward()}, batch=12)
 

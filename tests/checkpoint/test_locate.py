@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import hidden, put, steps
+from support.messages import refuses
 
 from trainer.checkpoint.locate import checkpoints, newest, note, noted_in, refuse_renamed, resolve
 from trainer.checkpoint.manifest import Damaged
@@ -127,10 +128,7 @@ def test_a_run_finds_its_checkpoints_where_it_was_moved_or_copied_to(tmp_path: P
     monkeypatch.chdir(project)
     refuse_renamed(Path("runs/a"), Path("ckpt"))
     os.rename("runs/a", "runs/final")
-    with pytest.raises(
-        ConfigError, match=r"^trainer.run_dir=runs/final: its checkpoints are in ckpt/a, so the folder was renamed; "
-        "rename it to runs/a, or the checkpoints to ckpt/final$",
-    ):  # fmt: skip
+    with refuses("trainer.run_dir=runs/final", "ckpt/a", "runs/a", "ckpt/final"):  # fmt: skip
         refuse_renamed(Path("runs/final"), Path("ckpt"))
     os.rename("ckpt/a", "ckpt/final")
     refuse_renamed(Path("runs/final"), Path("ckpt"))

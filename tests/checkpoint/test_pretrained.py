@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.messages import refuses
 from support.quick import quick
 from support.runs import make
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ def test_files_of_torch(tmp_path: Path, state: dict[str, Tensor], name: str, wra
 def test_two_models_in_a_file_are_refused(tmp_path: Path, state: dict[str, Tensor]) -> None:
     """A teacher and a student, for example: nobody knows which is meant."""
     torch.save(prefixed(state, "teacher.") | prefixed(state, "student."), tmp_path / "a.ckpt")
-    with pytest.raises(ConfigError, match=r"teacher\.embed\.weight"):
+    with refuses("trainer.init_from", "embed.weight", "teacher.embed.weight"):
         taken(tmp_path / "a.ckpt")
 
 
@@ -249,7 +250,7 @@ def test_a_file_that_unpacks_to_far_more_is_refused_before_it_is_read(tmp_path: 
             bomb.writestr(entry.filename, plain.read(entry), zipfile.ZIP_DEFLATED)
     with pytest.raises(ConfigError, match=r"bomb\.pt: is compressed"):
         load_weights(torch.nn.Linear(3, 2), str(tmp_path / "bomb.pt"))
-    with pytest.raises(ConfigError, match="have another shape"):
+    with refuses("trainer.init_from", "shape"):
         load_weights(torch.nn.Linear(3, 2), str(tmp_path / "plain.pt"))
 
 
@@ -266,7 +267,7 @@ def test_a_pickle_that_asks_for_memory_is_refused(tmp_path: Path, archive: bool,
                 bomb.writestr(name, asks if name.endswith("data.pkl") else content)
     else:
         path.write_bytes(path.read_bytes().replace(b"}q", asks, 1))
-    with pytest.raises(ConfigError, match=r"a\.pt: asks for a bytearray, which is not a weight"):
+    with refuses("trainer.init_from", "bytearray"):
         load_weights(nn.Linear(3, 2), str(path))
 
 
@@ -281,8 +282,7 @@ def test_far_more_names_than_the_model_has_are_refused_before_they_are_read(tmp_
     assert time.process_time() - began < 5
 
 
-def test_init_from_takes_weights_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_init_from_takes_weights_and_nothing_else(tmp_path: Path) -> None:
     first = make()
     first.fit()
     second = make(run_dir="runs/s", init_from="ckpt/last.pt", max_steps=0)
@@ -292,24 +292,20 @@ def test_init_from_takes_weights_and_nothing_else(tmp_path: Path, monkeypatch: p
         assert torch.equal(a, b)
     tensors = load_file("ckpt/r/step-00000004/model.safetensors")
     save_file({**tensors, "more": torch.zeros(1)}, "more.safetensors")
-    with pytest.raises(
-        ConfigError,
-        match=r"init_from=more.safetensors: 0 weights are missing, 1 are unknown, 0 have another shape or dtype \(more",
-    ):
+    with refuses("trainer.init_from=more.safetensors", "0", "1", "0"):
         make(run_dir="runs/t", init_from="more.safetensors").fit()
     Path("more.safetensors").write_bytes(b"torn")
-    with pytest.raises(ConfigError, match=r"init_from=more.safetensors: .*; give a whole checkpoint"):
+    with refuses("trainer.init_from=more.safetensors", "more.safetensors"):
         make(run_dir="runs/t", init_from="more.safetensors").fit()
-    with pytest.raises(ConfigError, match="init_from=nowhere: no such"):
+    with refuses("trainer.init_from=nowhere", "such"):
         make(run_dir="runs/u", init_from="nowhere").fit()
 
 
-def test_init_from_refuses_a_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_init_from_refuses_a_damaged_checkpoint(tmp_path: Path) -> None:
     make().fit()
     file = Path("ckpt/r/step-00000004/model.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"init_from=ckpt/last.pt: .*its sha256 is not the manifest's; give a whole"):
+    with refuses("trainer.init_from=ckpt/last.pt", "manifest"):
         make(run_dir="runs/s", init_from="ckpt/last.pt").fit()

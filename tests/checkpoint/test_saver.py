@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.messages import refuses
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -27,10 +28,7 @@ from trainer.process.environment import Place
 from trainer.process.heartbeat import Heartbeat
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 class AtStep(Callback):
@@ -198,7 +196,7 @@ def test_a_stop_whose_checkpoint_fails_relies_on_the_one_before(monkeypatch, cap
     Held(monkeypatch, errors=dict.fromkeys(range(1 if first else 3, 999), full.side_effect))
     trainer = make(AtStep(lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 3 else None), 1000)
     if first:
-        with pytest.raises(ConfigError, match=r"the checkpoint of the last step, \d+, failed: .*No space left"):
+        with refuses("trainer.checkpoint.dir=ckpt", "checkpoint", "last", "failed", "space", "trainer.resume=ckpt/r"):
             trainer.fit()
         return
     monkeypatch.setattr("trainer.files.write_whole", full)
@@ -280,7 +278,7 @@ def test_one_that_another_process_writes_by_now_is_not_thinned_out(monkeypatch):
 
     monkeypatch.setattr(commit, "commit", commit_and_begin)
     monkeypatch.setattr(retention, "retain", lambda *_: removed.append(steps()))
-    with pytest.raises(ConfigError, match="and ends; nothing needs to be done"):
+    with refuses("trainer.checkpoint.dir=ckpt", "nothing"):
         make(AtStep(), 1000).fit()
     assert removed == [[2]]
 
@@ -290,7 +288,7 @@ def test_nor_is_what_it_has_written_set_aside():
     make(AtStep()).fit()
     trainer = make(AtStep(), 1000, resume="ckpt/r/step-00000002")
     trainer.command.on_accepted = lambda run_dir: commit.begin(Path("ckpt/r"))
-    with pytest.raises(ConfigError, match="and ends; nothing needs to be done"):
+    with refuses("trainer.checkpoint.dir=ckpt", "nothing"):
         trainer.fit()
     assert steps() == [2, 4, 6]
 
@@ -302,9 +300,7 @@ def test_a_run_that_another_process_writes_by_now_ends_for_good():
             commit.begin(Path("ckpt/r"))  # as a process does that takes this one for dead, where no lock keeps it out
 
     trainer = make(AtStep(at), 1000)
-    with pytest.raises(
-        ConfigError, match=r"^trainer\.checkpoint\.dir=ckpt: attempt 2, .* and ends; nothing needs to be"
-    ) as error:
+    with refuses("trainer.checkpoint.dir=ckpt", "attempt", "2") as error:
         trainer.fit()
     assert exit_code(error.value) == 78 and trainer.step in range(4, 8) and steps() == [2]
 

@@ -23,6 +23,8 @@ from trainer.comm.slices import local
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 SHAPES = {"even": (6, 12), "uneven": (7, 5), "one_row": (1, 8), "one_column": (8, 1), "bias": (7,), "deep": (2, 5, 4)}
 # The dimension along which each is cut. Replicated: -1.
 ROWS = dict.fromkeys(SHAPES, 0)
@@ -106,11 +108,6 @@ def load(place: Place, layout: str, copies: int, wrote: int) -> tuple[dict[str, 
     found = whole(state_of(model, optimizer))
     end(model)
     return found, placed
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

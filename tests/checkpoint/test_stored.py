@@ -109,8 +109,7 @@ def same(one: Tensors, other: Tensors) -> bool:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_a_checkpoint_of_an_older_format_is_taken_back_and_goes_on_bit_for_bit(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_of_an_older_format_is_taken_back_and_goes_on_bit_for_bit(tmp_path, name):
     world, resume = WORLDS[name], f"ckpt/{name}"
     shutil.copytree(STORED / name, f"ckpt/{name}")
     manifest = json.loads((STORED / name / f"step-{STEP:08d}" / "MANIFEST.json").read_text())

@@ -13,9 +13,9 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+from support.messages import refuses
 from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Points, Toy
@@ -31,6 +31,8 @@ from trainer.process.environment import Place
 from trainer.trainer import Trainer
 from trainer.validation import Evaluator
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 def fit(recipe: Any, place: Place | None = None, **options: Any) -> Trainer:
     options = {"max_steps": 4, "log_every_steps": 1, **options}
@@ -43,14 +45,15 @@ def with_method(name: str, method: Any) -> Toy:
     return type("Mine", (Toy,), {name: method})()
 
 
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 SUM, COUNT = "as the sum of 'a'", "as the count of 'a'"
 ONE_NUMBER = "return a tensor of one number, the mean over the batch"
 COUNTS = "return a dict of name -> (sum, count), two numbers"
+
+
+def frame() -> Any:
+    import pandas  # slow
+
+    return pandas.DataFrame({"a": [1]})
 
 
 @pytest.mark.parametrize(
@@ -85,14 +88,14 @@ COUNTS = "return a dict of name -> (sum, count), two numbers"
         ("collate", None, "collate(): returned None; return the batch"),
         ("data", Toy, "data('train'): returned the class Toy; return an object of it"),
         ("data", (np.zeros((8, 4)), np.zeros(8)), "data('train'): returned a tuple of arrays; return a Dataset"),
-        ("data", pd.DataFrame({"a": [1]}), "data('train'): returned a DataFrame, whose items are columns; return"),
+        ("data", frame, "data('train'): returned a DataFrame, whose items are columns; return"),
         ("data", {"train": Toy().data("train")}, "data('train'): returned a dict of data sets; return one of them"),
         ("data", 64, "data('train'): returned a value of type int; return shards, a Dataset, or an iterable"),
         ("tokens_per_sample", 0, "tokens_per_sample: is a value of type method; make it a number, or a method with"),
     ],
 )  # fmt: skip
 def test_one_line_before_the_first_step(method, returned, message):
-    recipe = with_method(method, lambda *_: returned)
+    recipe = with_method(method, lambda *_: returned() if returned is frame else returned)
     steps: list[int] = []
     with pytest.raises(ConfigError, match=f"^{re.escape(f'recipe.{message}')}") as error:
         trainer = None
@@ -129,7 +132,7 @@ def test_a_loss_of_no_items_needs_no_gradient():
     """A micro-batch of weight 0 contributes nothing, whatever its loss; the next one is checked."""
     loss = CheckedLoss(lambda model, batch: torch.zeros(()), weight=lambda batch: batch)
     assert loss.compute(nn.Identity(), 0) == 0
-    with pytest.raises(ConfigError, match="without a gradient"):
+    with refuses("recipe.loss()", "detach()"):
         loss.compute(nn.Identity(), 1)
 
 
@@ -197,8 +200,7 @@ def test_a_misspelt_attribute_of_a_part_is_not_taken_for_the_loss():
     assert run_ranks(2, misspells_in_a_part) == ["'Part' object has no attribute 'drop'"] * 2
 
 
-def test_a_loss_of_one_dimension_is_judged_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_loss_of_one_dimension_is_judged_too(tmp_path):
     recipe = with_method("loss", lambda self, model, batch: Toy.loss(self, model, batch).reshape(1))
     trainer = Trainer(recipe, {"nan_guard": NanGuard()}, batch=12, options=Options(max_steps=2))
     trainer.fit()
@@ -336,14 +338,14 @@ def test_a_batch_larger_than_the_data_is_told(capsys):
 def test_a_second_fit_is_refused_and_deletes_nothing(tmp_path):
     trainer = fit(Toy(), run_dir="runs/r")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"^fit: the run is at step 4 of 4, so no step is left; give more, as in"):
+    with refuses("fit", "4", "4", "fit(max_steps=8)"):
         trainer.fit()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_counts_of_zero_are_the_metrics_own_fault():
     recipe = with_method("metrics", lambda self, model, batch: {"a": (torch.zeros(()), 0), "b": (torch.ones(()), 0)})
-    with pytest.raises(ConfigError, match=r"^recipe.metrics\(\): the count of a, b is 0 in every batch of recipe.data"):
+    with refuses("recipe.metrics()", "0", "recipe"):
         fit(recipe)
 
 
@@ -429,7 +431,7 @@ def test_a_recipes_run_without_a_limit_is_refused_and_a_callback_may_be_the_limi
     def make(callbacks):
         return Trainer(Toy(), callbacks, batch=12, data=DataOptions(0), place=Place())
 
-    with pytest.raises(ConfigError, match=r"^trainer\.max_steps=null: the run would never end; give .*max_epochs"):
+    with refuses("trainer.max_steps=null", "never", "trainer.max_steps", "epochs"):
         make([]).fit()
 
     class Ends(Callback):

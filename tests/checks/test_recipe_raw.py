@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refuses
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -14,6 +15,8 @@ from trainer.errors import ConfigError
 from trainer.optim.factories import adamw
 from trainer.optim.muon import Muon
 from trainer.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 class Raw:
@@ -44,11 +47,6 @@ def called() -> nn.Module:
     model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
     model(torch.zeros(1, 4))
     return model
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def made(make: Any, **options: Any) -> Trainer:
@@ -137,7 +135,7 @@ def test_a_parameter_outside_of_the_model_that_the_loss_trains_is_refused():
     def train(recipe: Any) -> int:
         return Trainer(recipe, batch=16, options=Options(max_steps=1), data=DataOptions(workers=0)).fit()["steps"]
 
-    with pytest.raises(ConfigError, match=r"^recipe\.criterion\.weight: gets a gradient .* let model\(\) return a "):
+    with refuses("recipe.criterion.weight", "model()"):
         train(Scaled())
     assert train(Scaled(trains=False)) == train(Scaled(grad=False)) == 1  # frozen; a teacher without a graph
 
@@ -164,5 +162,5 @@ def test_a_setting_of_real_weights_alone_is_refused_with_complex_ones(options, w
 
 def test_codecs_are_refused_with_complex_weights():
     callback = GradCompress("powersgd")
-    with pytest.raises(ConfigError, match=r"^callbacks\.grad_compress: codecs send real .*, and weight is "):
+    with refuses("callbacks.grad_compress", "codecs"):
         callback.wrap_reduce(SimpleNamespace(module=Complex()), SimpleNamespace())

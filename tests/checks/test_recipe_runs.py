@@ -218,7 +218,7 @@ def results(request, tmp_path_factory) -> dict[str, tuple[Result, Path]]:
         return dict(zip(names, pool.map(one, names)))
 
 
-@pytest.mark.parametrize("name", one_of(2, CASES))
+@pytest.mark.parametrize("name", one_of(4, CASES))
 def test_one_line_says_it(results, name):
     result, folder = results[name]
     assert len(result.err.splitlines()) == 1, result.err

@@ -119,8 +119,7 @@ def count(place: Place) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_runs_have_as_many_groups_as_before_there_were_meshes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_runs_have_as_many_groups_as_before_there_were_meshes(tmp_path):
     for rank in run_ranks(4, count):
         assert {name: (len(each["groups"]), each["made"]) for name, each in rank.items()} == COUNTS
         # The patient one has no limit: 30 days.

@@ -1,6 +1,7 @@
 """What the check of a config says, in one line, before anything is built."""
 
 import pytest
+from support.messages import refuses
 
 from trainer.config.check import absent_callback, check_node, check_type, check_values, stage_node
 from trainer.config.schema import Knob
@@ -16,9 +17,9 @@ def test_a_value_is_printed_without_them() -> None:
     told = r"^a\.stor=\{'user': 'me', 'password': '\*\*\*'\}: no such key"
     with pytest.raises(ConfigError, match=told):
         check_values("a", {"stor": store}, {"store": Knob(dict)})
-    with pytest.raises(ConfigError, match=r"^a\.shrads=https://h/a-\{0\.\.9\}\.tar\?\*\*\*: no such key"):
+    with refuses("a.shrads=https://h/a-{0..9}.tar?***", "such"):
         check_values("a", {"shrads": SIGNED}, {"shards": Knob(str)})
-    with pytest.raises(ConfigError, match=r"^a=https://\*\*\*@h: must be int, not str"):
+    with refuses("a=https://***@h"):
         check_type("a", "https://u:s3cr3t@h", int)
     for call in (lambda: check_node("recipe", store, ()), lambda: stage_node("data.map.0", store)):
         with pytest.raises(ConfigError) as caught:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from support.messages import refuses
 
 from recipes.cache import root
 from trainer.config.folders import config_dirs
@@ -64,9 +65,9 @@ def test_an_empty_path_is_refused_by_its_key(key):
     """As of `trainer.run_dir=$UNSET`, which was dropped; an empty `checkpoint.dir` was the current folder."""
     with pytest.raises(ConfigError, match=rf"^{key}=: is empty; give a path, or leave {key} out"):
         PATHS[key](**{key.rpartition(".")[2]: ""})
-    with pytest.raises(ConfigError, match=r"^recipe.cache=: is empty"):
+    with refuses("recipe.cache=", "recipe.cache"):
         root("")
-    with pytest.raises(ConfigError, match=r"^--config-dir=: is empty"):
+    with refuses("--config-dir=", "--config-dir"):
         config_dirs(["--config-dir", ""])
 
 
@@ -80,8 +81,7 @@ def test_an_empty_path_is_refused_by_its_key(key):
         root,
     ],
 )
-def test_tools_and_caches_refuse_urls_too(refuse, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_tools_and_caches_refuse_urls_too(refuse, tmp_path):
     with pytest.raises(ConfigError, match=r"^[\w.-]+=s3:/+bucket/x: is a URL"):
         refuse("s3://bucket/x")
     assert not list(tmp_path.iterdir())

@@ -153,15 +153,13 @@ def test_each_argument_that_is_given_sets_its_key():
         ),
     ],
 )
-def test_what_is_not_done_is_told(given, level, told, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_not_done_is_told(given, level, told, tmp_path):
     Path("a.json").write_text(json.dumps(given))
     _, lines = expand(["recipe.args=a.json", "trainer.devices=1"])
     assert (level, f"recipe.args=a.json: {told}") in lines
 
 
 def test_sgd_passes_the_check_and_has_no_momentum_as_in_transformers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["main"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
     given = {"optim": "sgd", "learning_rate": 0.5, "adam_beta1": 0.9, "adam_epsilon": 1e-8, "use_cpu": True}
@@ -212,15 +210,13 @@ def test_training_arguments_that_would_be_lost_are_refused(given, words):
         ('{"optim": ["sgd"]}', r"optim=\['sgd'\]: Echelon has no such optimizer"),
     ],
 )
-def test_values_of_another_type_are_refused(text, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_values_of_another_type_are_refused(text, words, tmp_path):
     Path("a.json").write_text(text)
     with pytest.raises(ConfigError, match=f"^recipe.args=a.json: {words}"):
         expand(["recipe.args=a.json", "trainer.devices=1"])
 
 
-def test_null_is_the_default(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_null_is_the_default(tmp_path):
     names = ("max_steps", "logging_steps", "save_steps", "per_device_train_batch_size", "warmup_ratio", "optim")
     Path("a.json").write_text(json.dumps(dict.fromkeys([*names, "adam_beta1", "max_grad_norm", "eval_delay"])))
     words, lines = expand(["recipe.args=a.json", "trainer.devices=2"])
@@ -236,16 +232,14 @@ def test_null_is_the_default(tmp_path, monkeypatch):
     ("typed", "kept", "told"),
     [("lars", [], "adam_beta1, optim"), ("adamw", ["optimizer.betas=[0.8,0.999]"], "optim")],
 )
-def test_a_typed_optimizer_wins(typed, kept, told, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_typed_optimizer_wins(typed, kept, told, tmp_path):
     Path("a.json").write_text('{"optim": "sgd", "adam_beta1": 0.8, "learning_rate": 0.5}')
     words, lines = expand(["recipe.args=a.json", "trainer.devices=1", f"optimizer={typed}"])
     assert [word for word in words if word.startswith("optimizer")] == ["optimizer.lr=0.5", *kept, f"optimizer={typed}"]
     assert lines == [(logging.INFO, f"recipe.args=a.json: a typed optimizer replaces {told}")]
 
 
-def test_a_file_of_arguments_that_is_none(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_file_of_arguments_that_is_none(tmp_path):
     assert expand(["batch=4"]) == (["batch=4"], [])
     Path("list.json").write_text("[]")
     for file, words in (("none.json", "can't be read"), ("list.json", "is no JSON object")):

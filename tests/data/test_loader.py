@@ -213,8 +213,7 @@ class Audit(KeepBatches):
         self.points += [(ref.epoch, value) for ref, value in zip(trainer.data.refs, x, strict=True)]
 
 
-def test_tar_shards_give_the_samples_of_the_dataset(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_tar_shards_give_the_samples_of_the_dataset(tmp_path):
     points = Points(30, torch.float32)
     assert len(write_tars(tmp_path / "shards")) == 4
     seen = []

@@ -63,8 +63,7 @@ def train(run: str, workers: int = 0, steps: int = 6, **options: Any) -> tuple[l
     return [json.loads(line)["train/loss"] for line in lines], recipe.seen
 
 
-def test_a_resume_and_workers_draw_the_same_numbers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_resume_and_workers_draw_the_same_numbers(tmp_path):
     losses, seen = train("whole")
     assert len(set(seen)) == len(seen) == 48  # also those of a sample in two epochs
     assert train("workers", workers=2) == (losses, seen)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refuses
 from support.needs import needs
 from support.ranks import run_ranks
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from trainer.errors import ConfigError, DataError, message
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = needs("datasets")
+pytestmark = [needs("datasets"), pytest.mark.usefixtures("tmp_path")]
 
 
 class Numbers(IterableDataset):
@@ -90,11 +91,6 @@ def train(place: Place, kind: str, steps: int, resume: str | None = None, **opti
     return seen.steps, trainer.validation
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def numbers(steps: list[list[float]]) -> list[float]:
     return sorted(value for step in steps for value in step if value == int(value) and value >= 1)
 
@@ -133,7 +129,7 @@ def test_the_data_set_is_told_the_epoch():
 
 def test_samples_that_fit_into_no_batch_are_told():
     batches = Stream([torch.ones(2), torch.ones(3)], None, 0).batches(2, 0, 1, default_collate, True)
-    with pytest.raises(DataError, match=r"^recipe\.data: samples of a stream do not fit into a batch \(.*\); give"):
+    with refuses("recipe.data", "samples", "stream", kind=DataError):
         list(batches)
 
 
@@ -145,7 +141,7 @@ def looks_up(samples: list[int]) -> Any:
     return torch.tensor(samples) if 2 not in samples else {}["mine"]
 
 
-def refuses(samples: list[int]) -> Any:
+def refusing(samples: list[int]) -> Any:
     raise ConfigError("recipe.words=7: give more")
 
 
@@ -154,7 +150,7 @@ def refuses(samples: list[int]) -> Any:
     [
         (forgets, default_collate, ["echelon: recipe.data: sample 3 is None; return the sample from recipe.forgets()"]),
         (None, looks_up, ["in looks_up", "KeyError: 'mine'", "  on samples 2 to 3 of rank 0 in pass 0 of the stream"]),
-        (None, refuses, ["echelon: recipe.words=7: give more"]),
+        (None, refusing, ["echelon: recipe.words=7: give more"]),
         (None, lambda samples: None, ["echelon: recipe.collate(): returned None; return the batch"]),
         (
             lambda sample, rng: 1 / (1 - sample),

@@ -62,7 +62,6 @@ def test_every_block_that_is_not_run_is_counted() -> None:
 @pytest.mark.parametrize("page", one_of(3, sorted({block.page for block in BLOCKS if block.language != "text"})))
 def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of the commands that are not run: each key exists, and each value has its type."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
     monkeypatch.setattr(sys, "argv", ["echelon"])

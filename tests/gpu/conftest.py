@@ -8,8 +8,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
+def own_folder(tmp_path: Path) -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     if torch.cuda.is_available():

@@ -59,9 +59,8 @@ def train(name: str, recipe: Toy, callback: AutoBatch | None) -> Tensor:
 
 
 @pytest.mark.parametrize("since", [0, 3])
-def test_the_numbers_stay_when_memory_runs_out(since, tmp_path, monkeypatch):
+def test_the_numbers_stay_when_memory_runs_out(since, tmp_path):
     """12 samples ask for 1.8 times the device's memory, 5 for three quarters of it."""
-    monkeypatch.chdir(tmp_path)
     plain = train("plain", Toy(dtype="float64"), None)
     callback = Counted()
     found = train("found", Large(0.6, since), callback)

@@ -31,9 +31,7 @@ def train(run: str, callbacks: dict[str, Callback], **options: Any) -> torch.Ten
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_params"])
-def test_inductor_has_eagers_numbers_and_resumes_bit_for_bit(precision, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
+def test_inductor_has_eagers_numbers_and_resumes_bit_for_bit(precision, tmp_path):
     def callbacks() -> dict[str, Callback]:
         return {"compile": Compile(fallback_random=True), "activation_checkpoint": ActivationCheckpoint()}
 

@@ -42,16 +42,14 @@ def weights(trainer: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten().cpu() for p in trainer.module.parameters()])
 
 
-def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     straight = weights(train("straight", 10))
     train("halves", 4)
     assert torch.equal(straight, weights(train("halves", 10, resume="auto")))
 
 
 @pytest.mark.parametrize("precision", ["auto", pytest.param("tf32", marks=only_gpu), "bf16", "fp16", "bf16_params"])
-def test_every_precision_trains_near_fp32(precision, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_precision_trains_near_fp32(precision, tmp_path):
     exact, other = train("exact", 10), train("other", 10, precision=precision)
     assert torch.allclose(weights(exact), weights(other), atol=2e-2)
     assert other.scaler.is_enabled() == (other.precision.name == "fp16")
@@ -155,8 +153,7 @@ class Ahead(Callback):
         self.steps += 1
 
 
-def test_a_step_of_many_micro_batches_is_loaded_beside_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_step_of_many_micro_batches_is_loaded_beside_the_one_before(tmp_path):
     recipe = Slow()
     ahead = Ahead(recipe.train_data.read)
     options = Options(max_steps=STEPS, accelerator=ACCELERATOR, checkpoint=CheckpointOptions(every_steps=None))

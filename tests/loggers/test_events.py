@@ -18,6 +18,8 @@ from trainer.files import Appended
 from trainer.loggers.events import Events, is_torn
 from trainer.tools.report.run import read_run
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 def events(folder: str | Path = "runs/r") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(folder, "events.jsonl").read_text().splitlines()]
@@ -25,11 +27,6 @@ def events(folder: str | Path = "runs/r") -> list[dict[str, Any]]:
 
 def kinds(folder: str | Path = "runs/r") -> list[tuple[str, int]]:
     return [(event["event"], event["step"]) for event in events(folder)]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def test_a_run_from_start_to_end():

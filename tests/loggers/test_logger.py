@@ -1,6 +1,5 @@
 """A logger of one's own gets the numbers of logged steps and of validations, on rank 0."""
 
-import pytest
 from support.ranks import run_ranks
 from support.runs import make
 
@@ -22,8 +21,7 @@ def train(place: Place) -> list[tuple[int, list[str]]]:
     return logger.lines
 
 
-def test_numbers_of_logged_steps_and_of_validations_on_rank_0(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_numbers_of_logged_steps_and_of_validations_on_rank_0(tmp_path) -> None:
     first, other = run_ranks(2, train)
     train_loss, val_loss = ["train/loss"], ["val/loss"]
     assert first == [(2, train_loss), (3, val_loss), (4, train_loss), (5, train_loss), (5, val_loss)]

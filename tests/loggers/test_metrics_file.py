@@ -56,8 +56,7 @@ EVERY_LINE = [
 ]  # fmt: skip
 
 
-def test_a_line_for_each_logged_step_and_validation(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_line_for_each_logged_step_and_validation(tmp_path):
     run(Toy())
     assert kinds() == EVERY_LINE
     first = lines()[0]
@@ -66,16 +65,14 @@ def test_a_line_for_each_logged_step_and_validation(tmp_path, monkeypatch):
     assert first.keys() == {"step", "samples", "seconds", "train/loss", "train/lr", "train/grad_norm"}
 
 
-def test_every_so_many_steps_and_the_last(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_so_many_steps_and_the_last(tmp_path):
     run(Toy(), log_every=3)
     assert kinds() == [(3, "train"), (4, "val"), (6, "train"), (8, "train"), (8, "val")]
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "samp'])
-def test_a_resume_cuts_what_was_written_after_its_checkpoint(torn, tmp_path, monkeypatch):
+def test_a_resume_cuts_what_was_written_after_its_checkpoint(torn, tmp_path):
     """Stopped at step 5 of which 3 are in the checkpoint; the last line may be torn."""
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run(Toy(), stop=Stop(5))
     assert kinds() == EVERY_LINE[:6]
@@ -90,9 +87,8 @@ class Diverged(Toy):
         return super().loss(model, batch) * (1.0 if model.training else float("nan"))
 
 
-def test_a_diverged_run_still_writes_everything(tmp_path, monkeypatch):
+def test_a_diverged_run_still_writes_everything(tmp_path):
     """NaN becomes null in the file, is no best value, and hinders neither a checkpoint nor the summary."""
-    monkeypatch.chdir(tmp_path)
     trainer = run(Diverged())
     assert [line["val/loss"] for line in lines() if "val/loss" in line] == [None, None]
     assert trainer.checkpoint is not None and trainer.checkpoint.name == "step-00000008"
@@ -100,8 +96,7 @@ def test_a_diverged_run_still_writes_everything(tmp_path, monkeypatch):
     assert (summary["val/loss"], summary["best"]) == (None, {})
 
 
-def test_only_rank_0_writes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_only_rank_0_writes(tmp_path):
     callback, trainer = MetricsFile(), Trainer(Toy(), batch=12, options=Options(max_steps=1), place=Place())
     trainer.rank, trainer.metrics = 1, {"train/loss": 1.0}
     callback.on_fit_start(trainer)

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 from support.cli import environment
+from support.messages import refuses
 from support.needs import needs
 from support.runs import make
 from toy_recipe import Toy
 
 from trainer import timeouts
 from trainer.callback import Callback
-from trainer.errors import ConfigError
 from trainer.loggers.mlflow import MLflow, valid
 
 pytestmark = needs("mlflow")
@@ -167,8 +167,7 @@ def history(server: str, name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_the_server_has_the_run(tmp_path, monkeypatch, server, messages):
-    monkeypatch.chdir(tmp_path)
+def test_the_server_has_the_run(tmp_path, server, messages):
     record = train(server)
     assert [text for text in messages if "mlflow" in text] == [f"mlflow      run {run_id()} of {server}"]
     assert {"train/loss", "train/lr", "val/loss"} <= record.found.keys()
@@ -186,8 +185,7 @@ def test_the_server_has_the_run(tmp_path, monkeypatch, server, messages):
 
 
 @pytest.mark.slow
-def test_a_resume_goes_on_in_the_same_run(tmp_path, monkeypatch, server):
-    monkeypatch.chdir(tmp_path)
+def test_a_resume_goes_on_in_the_same_run(tmp_path, server):
     with pytest.raises(KeyboardInterrupt):
         train(server, last=4)  # before the checkpoint of step 4
     known, before = client(server), run_id()
@@ -203,7 +201,6 @@ def test_a_resume_goes_on_in_the_same_run(tmp_path, monkeypatch, server):
 @pytest.mark.slow
 def test_a_server_that_goes_away_and_comes_back(tmp_path, monkeypatch, server, messages):
     """Away after step 1, back after step 3: every number arrives, and the training has not waited."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timeouts, "LOGGER_PAUSE_S", 0.1)
 
     class Cuts(Callback):
@@ -227,7 +224,6 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path, monkeypatch, server, m
 
 @pytest.mark.slow
 def test_no_server(tmp_path, monkeypatch, messages):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # else the thread would outlive the test
     monkeypatch.setattr(timeouts, "LOGGER_S", 0.1)
     callback = MLflow(f"http://127.0.0.1:{free_port()}")
@@ -240,13 +236,13 @@ def test_no_server(tmp_path, monkeypatch, messages):
 
 def test_no_address(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(ConfigError, match="uri=null: and MLFLOW_TRACKING_URI is not set; give the server's address"):
+    with refuses("callbacks.mlflow.uri=null", "MLFLOW_TRACKING_URI", "callbacks.mlflow.uri=http"):
         MLflow()
 
 
 def test_no_package(monkeypatch):
     monkeypatch.setattr("trainer.loggers.mlflow.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"callbacks.mlflow: needs the package mlflow; pip install 'mlflow-skinny>="):
+    with refuses("callbacks.mlflow", "'mlflow-skinny>=3.5,<4'"):
         MLflow("http://127.0.0.1")
 
 
@@ -270,8 +266,7 @@ class Stranger(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("scheme", ["file://{}", "{}", "runs:/{}"])
-def test_no_server_chooses_a_folder_of_this_machine(scheme, tmp_path, monkeypatch, messages):
-    monkeypatch.chdir(tmp_path)
+def test_no_server_chooses_a_folder_of_this_machine(scheme, tmp_path, messages):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as stranger:
         stranger.uri = scheme.format(tmp_path / "victim")
         threading.Thread(target=stranger.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

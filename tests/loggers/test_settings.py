@@ -5,8 +5,7 @@ from support.runs import make
 from trainer.loggers.settings import settings_of
 
 
-def test_the_config_by_dotted_keys(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_config_by_dotted_keys(tmp_path):
     trainer = make()
     made = settings_of(trainer)  # in Python: no config
     assert made["batch"] == 12 and made["trainer.max_steps"] == 4 and made["trainer.clip_norm"] == "null"

@@ -70,8 +70,7 @@ def scalars(events: EventAccumulator) -> dict[str, dict[int, float]]:
     return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
 
 
-def test_the_scalars_and_the_config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_scalars_and_the_config(tmp_path):
     record = run(0, None)
     events = read()
     written = scalars(events)
@@ -83,9 +82,8 @@ def test_the_scalars_and_the_config(tmp_path, monkeypatch):
     assert text.tensor_proto.string_val[0].decode() == "```yaml\nbatch: 12\n```"
 
 
-def test_settings_as_hparams(tmp_path, monkeypatch):
+def test_settings_as_hparams(tmp_path):
     """As the plugin itself reads them. A resume is the same trial, also with another setting."""
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run(4, None)
     run(0, "auto", config="{batch: 12, recipe: {width: 1.5, name: x}}")
@@ -101,8 +99,7 @@ def test_settings_as_hparams(tmp_path, monkeypatch):
     assert found[0].group_name == found[1].group_name
 
 
-def test_media(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_media(tmp_path):
     run(0, None, Shows())
     events = read()
     assert [event.step for event in events.Images("image")] == [3, 6]
@@ -114,8 +111,7 @@ def test_media(tmp_path, monkeypatch):
     assert list(histogram.bucket_limit[:2]) == [0.0, 127 / 64] and list(histogram.bucket[:2]) == [0.0, 2.0]
 
 
-def test_a_resume_hides_what_it_does_again(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_resume_hides_what_it_does_again(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(4, None)  # where the checkpoint of step 4 would be written
     assert list(scalars(read())["train/loss"]) == [1, 2, 3, 4]

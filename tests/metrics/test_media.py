@@ -78,8 +78,7 @@ class Keeps(Callback):
         self.last = media
 
 
-def test_a_recipes_media_come_with_each_validation(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_recipes_media_come_with_each_validation(tmp_path):
     keeps = Keeps()
     trainer = make(Shows(), {"keeps": keeps}, validate_every=2)
     trainer.fit()
@@ -90,8 +89,7 @@ def test_a_recipes_media_come_with_each_validation(tmp_path, monkeypatch):
         assert torch.equal(keeps.last["out"], trainer.module(first).mean(0))
 
 
-def test_media_change_no_number(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_media_change_no_number(tmp_path):
     runs = [make(recipe, run_dir=f"runs/{name}", validate_every=1) for name, recipe in (("a", Toy()), ("b", Shows()))]
     batch = {"x": torch.rand(3, 8)}
     before = torch.get_rng_state()
@@ -109,7 +107,6 @@ class Wrong(Toy):
         return {"x": batch["x"].double().sum()}
 
 
-def test_a_mistake_is_told_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_mistake_is_told_before_the_first_step(tmp_path):
     with pytest.raises(ConfigError, match=re.escape("recipe.media(): 'x' is a tensor of shape (); give a str")):
         make(Wrong())

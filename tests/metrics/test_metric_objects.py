@@ -20,7 +20,7 @@ from trainer.metrics.metric_objects import kept
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = needs("torchmetrics")
+pytestmark = [needs("torchmetrics"), pytest.mark.usefixtures("tmp_path")]
 SIZES = {"val": 13, "val/a": 13, "val/b": 5}
 
 
@@ -112,11 +112,6 @@ def validated(place: Place, kind: type[Measured], named: str, layout: str) -> di
     if place.world == 1:
         assert trainer.evaluate() == trainer.validation  # no batch of the run is left in the objects
     return trainer.validation
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 CASES = [

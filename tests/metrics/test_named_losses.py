@@ -16,6 +16,8 @@ from trainer.metrics.named_losses import NamedLosses
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Parts(Toy):
     """Without `metrics`, so a validation has all losses."""
@@ -47,11 +49,6 @@ def absolute(size: int) -> float:
     x, y, mask = (torch.stack([row[name] for row in rows]) for name in ("x", "y", "mask"))
     with torch.no_grad():
         return float(((model(x) - y).abs() * mask).sum() / mask.sum())
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("world", [1, 3])

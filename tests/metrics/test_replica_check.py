@@ -21,10 +21,7 @@ from trainer.parallel.strategy import Strategy
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 class Perturb(Callback):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.callbacks import CHANGES, CODECS, name_of
 from support.cli import MAIN, QUICK, TOY, environment
+from support.messages import refuses
 from support.network import Cluster, needs_cluster
 from support.quick import quick, selected
 from support.ranks import run_ranks
@@ -21,7 +22,6 @@ from trainer.callbacks.bucket.callback import Bucket
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.comm.bandwidth import BUS_FACTORS
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.errors import ConfigError
 from trainer.monitors.comm_monitor import CommMonitor
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
@@ -199,9 +199,8 @@ def resumed(place: Place) -> None:
     train(place, "plain", CommMonitor(ranks=1), **RESUMED, resume="auto")
 
 
-def test_a_resume_cuts_the_lines_after_its_checkpoint(tmp_path, monkeypatch) -> None:
+def test_a_resume_cuts_the_lines_after_its_checkpoint(tmp_path) -> None:
     """With more ranks than the knob allows, only rank 0 writes."""
-    monkeypatch.chdir(tmp_path)
     run_ranks(2, stopped, timeout_s=60)
     run_ranks(2, resumed, timeout_s=60)
     found = [json.loads(line) for line in Path("runs/r/comm.jsonl").read_text().splitlines()]
@@ -227,5 +226,5 @@ def test_a_shaped_link_has_its_rate(tmp_path) -> None:
 
 
 def test_a_bad_knob_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^callbacks\.comm_monitor\.ranks=0: must be at least 1$"):
+    with refuses("callbacks.comm_monitor.ranks=0", "1"):
         CommMonitor(ranks=0)

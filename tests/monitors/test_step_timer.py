@@ -117,8 +117,7 @@ class Busy(Callback):
 
 
 @pytest.fixture
-def timer(tmp_path, monkeypatch) -> StepTimer:
-    monkeypatch.chdir(tmp_path)
+def timer(tmp_path) -> StepTimer:
     timer = StepTimer()
     timer.now = lambda: NOW[0]
     return timer
@@ -229,9 +228,8 @@ def times_of(place: Place, case: str) -> tuple[float, float, dict[str, float]]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
 )
-def test_ranks_that_wait_for_a_late_one_communicate(case: str, tmp_path, monkeypatch) -> None:
+def test_ranks_that_wait_for_a_late_one_communicate(case: str, tmp_path) -> None:
     """The late rank computes. The parts are the time of the run, by readings just before and after the clock's."""
-    monkeypatch.chdir(tmp_path)
     found = run_ranks(3, times_of, case)
     late = SLEEP_S * CASES[case][1]
     ranks = [line["ranks"] for line in lines()]
@@ -256,9 +254,8 @@ def late_rows(place: Place) -> None:
         run(place, {"shard": Shard(3)}, Late(False))
 
 
-def test_a_wait_for_the_rows_of_stage_3_is_communication(tmp_path, monkeypatch) -> None:
+def test_a_wait_for_the_rows_of_stage_3_is_communication(tmp_path) -> None:
     """Three blocks and the rest of the model wait forward, and the blocks wait backward again."""
-    monkeypatch.chdir(tmp_path)
     run_ranks(3, late_rows)
     for times in lines()[-1]["ranks"]:
         assert parts(times).keys() == {"communication"} and times["communication"] >= 7
@@ -321,8 +318,7 @@ def gathers(place: Place) -> list[int]:
     return counts
 
 
-def test_the_numbers_take_no_exchange_of_their_own(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_numbers_take_no_exchange_of_their_own(tmp_path) -> None:
     for without, with_timer in run_ranks(2, gathers):
         assert without == with_timer >= 2
 

@@ -89,8 +89,7 @@ def train_all(place: Place) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_runs_on_rows_resume_bit_for_bit_or_are_refused_before_the_first_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_runs_on_rows_resume_bit_for_bit_or_are_refused_before_the_first_step(tmp_path):
     for rank in run_ranks(WORLD, train_all, timeout_s=200):
         for name in OPTIMIZERS:
             straight, again = rank[name]

@@ -82,13 +82,13 @@ class Breaks(Callback):
         ("added", r"^optimizer: a group was added or removed before this checkpoint, "),
     ],
 )
-def test_other_parameters_during_a_run_are_refused(how, why, in_folder):
+def test_other_parameters_during_a_run_are_refused(how, why, tmp_path):
     with pytest.raises(ConfigError, match=why) as caught:
         make(callbacks={"breaks": Breaks(how)}, max_steps=6).fit()
     assert not isinstance(caught.value, Damaged)
 
 
-def test_another_optimizer_that_a_resume_accepts_has_its_own_settings(in_folder):
+def test_another_optimizer_that_a_resume_accepts_has_its_own_settings(tmp_path):
     make(callbacks={"changes": Changes(momentum=0.9, weight_decay=0.5)}, max_steps=4).fit()
     adam = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.25)
     again = make(optimizer=adam, max_steps=6, resume="auto", accept=["optimizer"])

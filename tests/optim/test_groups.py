@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refuses
 from support.ranks import run_ranks
 from torch import nn
 from toy_recipe import Toy
@@ -163,20 +164,20 @@ def test_refusals(groups, optimizer, told):
 
 
 def test_what_a_recipe_gives_is_checked():
-    with pytest.raises(ConfigError, match=r"recipe\.parameter_groups\(\)=None: must be a list of groups"):
+    with refuses("recipe.parameter_groups()=None", "groups"):
         made(recipe=Recipe(lambda model: None))
-    with pytest.raises(ConfigError, match=r"recipe\.parameter_groups\(\)\.0=.*: must be a mapping with the key params"):
+    with refuses("recipe.parameter_groups().0={'match'", "parameter"):
         made(recipe=Recipe(lambda model: [{"match": "head.*"}]))
-    with pytest.raises(ConfigError, match=r"parameter_groups\(\)\.0\.params: has a tensor of shape \(3,\), which is"):
+    with refuses("recipe.parameter_groups().0.params", "3", "model.parameters()"):
         made(recipe=Recipe(lambda model: [{"params": [torch.ones(3)]}]))
-    with pytest.raises(ConfigError, match=r"parameter_groups\(\)\.0\.params: has 'head.weight', which is no parameter"):
+    with refuses("recipe.parameter_groups().0.params", "'head.weight'", "model.parameters()"):
         made(recipe=Recipe(lambda model: [{"params": ["head.weight"]}]))
 
 
 def test_a_group_of_parameters_that_the_recipe_has_frozen_is_refused():
     module = net()
     module.head.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"optimizer\.groups\.0: all its parameters are frozen already"):
+    with refuses("optimizer.groups.0", "parameters", "already"):
         made([{"match": "head.*", "lr_scale": 0.5}], module=module)
 
 
@@ -228,21 +229,19 @@ def tune(place: Place, groups: Any, steps: int, resume: str | None = None) -> tu
     return moved, trainer.buckets
 
 
-def test_a_frozen_parameter_stays_and_is_not_reduced(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_frozen_parameter_stays_and_is_not_reduced(tmp_path):
     for moved, buckets in run_ranks(3, tune, [{"match": "blocks.0.*", "freeze": True}], 2):
         still = {name for name, most in moved.items() if most == 0.0}
         assert still == {"first.weight", "first.bias", "blocks.0.0.weight", "blocks.0.0.bias"}
         assert sorted(i for bucket in buckets for i in bucket) == [0, 1, 2, 3]  # of the four that are trained
 
 
-def test_a_resume_compares_groups(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_resume_compares_groups(tmp_path):
     rule = {"match": "last.*", "lr_scale": 0.5}
     tune(Place(), [rule], 2)
     tune(Place(), [rule], 4, "ckpt/2")
     assert "optimizer.groups" not in Path("runs/4/logs/rank0.log").read_text()
     tune(Place(), [{**rule, "lr_scale": 0.25}], 6, "ckpt/2")
     assert "resume: optimizer.groups was [{" in Path("runs/6/logs/rank0.log").read_text()
-    with pytest.raises(ConfigError, match=r"parameters of the checkpoint's optimizer state: 2 unknown \(last\.bias"):
+    with refuses("trainer.resume", "last.bias", "trainer.init_from"):
         tune(Place(), [{"match": "last.*", "freeze": True}], 8, "ckpt/2")

@@ -14,6 +14,8 @@ from trainer.config.options import DataOptions, Options
 from trainer.errors import ConfigError
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 OTHER = nn.Linear(3, 5)
 
 
@@ -51,11 +53,6 @@ def trained(make: Any, steps: int = 2) -> Trainer:
     )
     trainer.fit()
     return trainer
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

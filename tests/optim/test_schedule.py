@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from support.messages import refuses
 from toy_recipe import Toy
 
 from trainer.callback import Callback
@@ -90,7 +91,7 @@ def test_warm_up_is_a_duration(warmup, steps):
 
 
 def test_warm_up_in_minutes_is_refused():
-    with pytest.raises(ConfigError, match=r"schedule\.warmup=5 minutes: .*give steps, samples or epochs"):
+    with refuses("schedule.warmup=5 minutes", "samples"):
         Constant("5 minutes").resolve(None, 32, None)
 
 
@@ -126,7 +127,7 @@ def test_a_floor_outside_of_the_peak_is_refused(kind, floor):
 
 
 def test_a_schedule_without_a_shape_is_refused():
-    with pytest.raises(ConfigError, match=r"^schedule=Schedule\(\): has no shape"):
+    with refuses("schedule=Schedule()", "Constant()"):
         Schedule().resolve(10, 12, 96)
 
 
@@ -138,8 +139,7 @@ class Rates(Callback):
         self.seen.append([group["lr"] for group in trainer.optimizer.param_groups])
 
 
-def test_the_optimizer_gets_the_rate_of_its_step(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_optimizer_gets_the_rate_of_its_step(tmp_path):
     rates = Rates()
     Trainer(
         Toy(),

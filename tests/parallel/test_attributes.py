@@ -16,6 +16,8 @@ from trainer.parallel.attributes import SMALL, tensors_kept
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Windows:
     def __init__(self, x: Tensor) -> None:
@@ -56,11 +58,6 @@ def train(place: Place | None = None, steps: int = 6, **options: Any) -> list[fl
 
 def losses() -> list[float]:
     return [json.loads(line)["train/loss"] for line in Path("runs/r/metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_ranks_begin_with_the_state_before_the_rehearsal(tmp_path, monkeypatch):

@@ -65,8 +65,7 @@ def gradients(place: Place, accumulate: int, recipe: type[Toy]) -> tuple[list[np
 
 @pytest.mark.parametrize("recipe", [Toy, Sparse])
 @pytest.mark.parametrize(("world", "accumulate"), quick([(1, 2), (2, 1), (3, 2), (2, 2), (3, 1), (5, 2)], 3))
-def test_gradients_do_not_depend_on_the_split(world, accumulate, recipe, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_gradients_do_not_depend_on_the_split(world, accumulate, recipe, tmp_path):
     whole, samples, weight = run_ranks(1, gradients, 1, recipe)[0]
     split = run_ranks(world, gradients, accumulate, recipe)
     for step in range(3):

@@ -53,9 +53,8 @@ def trained(held: bool, **clip: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}])
-def test_held_parameters_train_once_they_are_unfrozen(clip, tmp_path, monkeypatch):
+def test_held_parameters_train_once_they_are_unfrozen(clip, tmp_path):
     """A rate that is set by hand stays, too."""
-    monkeypatch.chdir(tmp_path)
     ours = trained(True, **clip).module
     recipe: Any = Net(True)
     model = recipe.model()
@@ -77,8 +76,7 @@ def test_held_parameters_train_once_they_are_unfrozen(clip, tmp_path, monkeypatc
         torch.testing.assert_close(own, bare)
 
 
-def test_parameters_that_the_optimizer_lacks_are_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_parameters_that_the_optimizer_lacks_are_named(tmp_path):
     words = (
         r"^0\.weight: was unfrozen during the run, .*step 4, and the optimizer has no frozen parameters; give recipe"
     )

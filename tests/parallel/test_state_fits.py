@@ -71,15 +71,13 @@ def both(place: Place, optimizer: Any, callbacks: dict[str, Callback]) -> tuple[
         (lamb, {"ema": EMA()}),
     ],
 )
-def test_gradients_state_and_averages_are_as_predicted(optimizer, callbacks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_gradients_state_and_averages_are_as_predicted(optimizer, callbacks, tmp_path):
     expected, counted = both(Place(), optimizer, callbacks)
     assert expected == counted > 0
 
 
-def test_what_is_not_certain_does_not_count(tmp_path, monkeypatch):
+def test_what_is_not_certain_does_not_count(tmp_path):
     """Adafactor has vectors. Gradients that a callback may drop in the backward pass are not there together."""
-    monkeypatch.chdir(tmp_path)
     expected, counted = both(Place(), adafactor, {})
     assert WEIGHTS <= expected < counted
     model = Toy().model()
@@ -90,8 +88,7 @@ def stages(place: Place) -> list[tuple[int, int]]:
     return [both(place, adamw, {"shard": Shard(stage)} if stage else {}) for stage in (0, 1, 2, 3)]
 
 
-def test_shares_of_ranks_are_as_predicted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_shares_of_ranks_are_as_predicted(tmp_path):
     for expected, counted in chain.from_iterable(run_ranks(3, stages)):
         assert expected == counted > 0
 
@@ -116,9 +113,8 @@ def started(place: Place, adds: int) -> str:
     return ""
 
 
-def test_ranks_of_a_machine_share_its_memory(tmp_path, monkeypatch):
+def test_ranks_of_a_machine_share_its_memory(tmp_path):
     """Three ranks add gradients, DDP's buckets and two moments each. All are refused, in the same words."""
-    monkeypatch.chdir(tmp_path)
     adds = 3 * WEIGHTS * (1 + 1 + 2)
     assert run_ranks(3, started, adds - 1024) == [""] * 3  # swap counts
     first, *others = run_ranks(3, started, adds - 2049)

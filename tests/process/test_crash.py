@@ -84,8 +84,7 @@ class Failing(Toy):
         raise RuntimeError("no model")
 
 
-def test_numbers_of_a_finished_run_stay_if_a_resume_fails_before_it_loads_the_state(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_numbers_of_a_finished_run_stay_if_a_resume_fails_before_it_loads_the_state(tmp_path):
     finished = make(max_steps=1).fit()
     with pytest.raises(RuntimeError, match="no model"):
         make(Failing(), resume="auto")

@@ -69,7 +69,6 @@ def train(place: Place, folder: str, name: str, make: dict[str, Any], **knobs: A
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     (tmp_path / "text").mkdir()
     for i in range(12):

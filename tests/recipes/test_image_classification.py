@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from PIL import Image
 from safetensors.torch import load_file
 from support.cli import QUICK, run
+from support.messages import refuses
 from torch import nn
 
 from recipes import digits
@@ -117,7 +118,7 @@ def test_arguments_that_are_refused(arguments, message):
 
 def test_without_pillow(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^recipe: needs pillow; pip install 'pillow>=11'$"):
+    with refuses("recipe", "'pillow>=11'"):
         ImageClassification("shards")
 
 
@@ -150,13 +151,13 @@ def test_images_without_classes_are_predicted_alone(tmp_path):
     samples.append(recipe.val_transform({"png": Image.new("RGB", (8, 8)), "cls": 1}, np.random.default_rng(0)))
     model, batch = Logits(torch.eye(3)[:2]), recipe.collate(samples)
     assert batch.keys() == {"image"} and recipe.predict(model, batch)["class"].tolist() == [0, 1]
-    with pytest.raises(ConfigError, match=r"^recipe\.val: an image has no class; give a folder per class; echelon"):
+    with refuses("recipe.val", "folder", "echelon"):
         recipe.metrics(model, batch)
-    with pytest.raises(ConfigError, match=r"a\.png is in no folder of a class"):
+    with refuses("recipe.train", "a.png"):
         ImageClassification(str(tmp_path), classes=3, **SMALL).data("train")
     after_digits = ImageClassification(None, str(tmp_path), classes=3, **SMALL)
     assert len(after_digits.data("val")) == 1
-    with pytest.raises(ConfigError, match=r"^recipe\.train=null: the digits have classes=10"):
+    with refuses("recipe.train=null", "classes=10", "recipe.train"):
         after_digits.data("train")
 
 
@@ -175,7 +176,7 @@ def test_the_classes_of_a_folder_are_those_of_training(tmp_path):
     train, val = recipe.data("train"), recipe.data("val")
     assert isinstance(train, ImageFolder) and train.labels.tolist() == [0, 0, 1, 2] and val.labels.tolist() == [2]
     assert recipe.labels == ["ant", "bee", "cat"]
-    with pytest.raises(ConfigError, match=r"^recipe\.classes=4: .* has 3 folders; set recipe\.classes=3$"):
+    with refuses("recipe.classes=4", "3", "recipe.classes=3"):
         ImageClassification(**paths, classes=4, **SMALL).data("train")
     write_folder(tmp_path / "val", {"dog": 1})
     with pytest.raises(ConfigError, match="the folder dog is no class"):
@@ -188,7 +189,7 @@ def test_the_names_of_classes_beside_shards(tmp_path):
     assert recipe.labels == ["0", "1"] and recipe.data("train") == str(tmp_path / "train-*.tar")
     (tmp_path / "classes.json").write_text('["ant", "bee"]')
     assert ImageClassification([str(tmp_path / "a.tar")], classes=2, **SMALL).labels == ["ant", "bee"]
-    with pytest.raises(ConfigError, match=r"^recipe\.data: there is no split=test; give train or val$"):
+    with refuses("recipe.data", "split=test"):
         recipe.data("test")
 
 
@@ -224,7 +225,7 @@ def test_names_of_classes_are_compared(tmp_path):
         with pytest.raises(ConfigError, match=f"^{re.escape(f'{key}: {reason}')}.*; {packs}"):
             data(split, *sources)
     for split, sources in (("train", (few, named)), ("val", (bare, few))):
-        with pytest.raises(ConfigError, match=r"^recipe\.classes=3: .* has 2 names; set recipe\.classes=2$"):
+        with refuses("recipe.classes=3", "2", "recipe.classes=2"):
             data(split, *sources)
 
 

@@ -11,13 +11,8 @@ from torch.utils.data import TensorDataset
 
 from trainer.trainer import Trainer
 
-pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("tmp_path")]
 KEYS = ("CHECKPOINT_HYPER_PARAMS_KEY", "CHECKPOINT_HYPER_PARAMS_NAME", "CHECKPOINT_HYPER_PARAMS_TYPE", "name")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def both(kind: Any, data: Any, **lightnings: Any) -> tuple[Trainer, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.lightning import by_echelon, by_lightning, make_echelon, same_weights
+from support.messages import refuses
 from support.needs import needs
 
 from recipes.lightning import Lightning
@@ -12,14 +13,9 @@ from recipes.lightning.honoured import HOOKS
 from recipes.lightning.module import REMOVED
 from trainer.errors import ConfigError
 
-pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [needs("lightning"), pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("tmp_path")]
 
 CALLED = sorted(HOOKS.given.keys() - {"predict_step", "predict_dataloader", "train_dataloader", "val_dataloader"})
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def modules() -> Any:
@@ -132,7 +128,7 @@ def test_what_the_objects_hook_takes_from_the_logger_is_refused():
         def write(self) -> None:
             self.logger.experiment.add_scalar("x", 1.0)
 
-    with pytest.raises(ConfigError, match=r"^recipe\.module: Own\.on_train_epoch_end uses self\.logger\.experiment"):
+    with refuses("recipe.module", "Own.on_train_epoch_end", "self.logger.experiment", "self.logger", "self.log"):
         by_echelon(Own, modules().Numbers(), max_steps=1)
 
 

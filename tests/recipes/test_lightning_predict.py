@@ -16,12 +16,7 @@ from trainer.process.environment import Place
 from trainer.tools import predict
 from trainer.trainer import Trainer
 
-pytestmark = needs("lightning")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = [needs("lightning"), pytest.mark.usefixtures("tmp_path")]
 
 
 def made(place: Place, name: str = "Predicts") -> Trainer:

@@ -13,13 +13,8 @@ from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-pytestmark = needs("lightning")
+pytestmark = [needs("lightning"), pytest.mark.usefixtures("tmp_path")]
 FLAG = "allow_zero_length_dataloader_with_multiple_devices"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def kinds(per_node: bool, calls: list[str]) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.cli import QUICK, run
+from support.messages import refuses
 from support.needs import needs
 from support.ranks import run_ranks
 
@@ -21,7 +22,7 @@ from trainer.process.environment import Place
 from trainer.tools import evaluate
 from trainer.trainer import Trainer
 
-pytestmark = needs("lightning")
+pytestmark = [needs("lightning"), pytest.mark.usefixtures("tmp_path")]
 
 
 def made(place: Place, name: str, callbacks: Any = None, **options: Any) -> Trainer:
@@ -55,11 +56,6 @@ def by_lightning(name: str, weights: Any) -> dict[str, float]:
     return {f"val/{key.removeprefix('val_')}": value for key, value in found.items()}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["Classifier", "AtTheEnd"])
 @pytest.mark.filterwarnings("ignore")
@@ -86,7 +82,7 @@ def test_a_rank_that_repeats_its_last_batch_counts_it_once():
 def test_what_is_logged_at_the_end_is_watched_and_else_is_refused_before_step_1(name):
     best = CheckpointOptions(keep_best=f"max {name}")
     if name == "val/recal":
-        with pytest.raises(ConfigError, match=r"keep_best=val/recal: validation gives no such metric; .*val/recall"):
+        with refuses("trainer.checkpoint.keep_best=val/recal", "val/recall"):
             made(Place(), "AtTheEnd", checkpoint=best)
         return
     trainer = made(Place(), "AtTheEnd", {"early_stop": EarlyStop(name, mode="max")}, checkpoint=best)

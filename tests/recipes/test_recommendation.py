@@ -120,12 +120,9 @@ def area(place: Place, folder: Path) -> dict[str, Any]:
 
 @needs("sklearn")
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_auc_of_a_run_is_scikit_learns_of_its_predictions(
-    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_auc_of_a_run_is_scikit_learns_of_its_predictions(world: int, tmp_path: Path) -> None:
     from sklearn.metrics import roc_auc_score
 
-    monkeypatch.chdir(tmp_path)
     write(tmp_path / "day_0", 100)
     labels = [row[0] for row in write(tmp_path / "day_1", 131, seed=1)]
     for found in run_ranks(world, area, tmp_path):
@@ -142,9 +139,8 @@ def in_rows(place: Place, folder: Path, shard: bool) -> float:
 
 
 @pytest.mark.parametrize("size", [pytest.param(100, marks=pytest.mark.slow), 13])
-def test_batches_that_ranks_repeat_do_not_count(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_ranks_repeat_do_not_count(size: int, tmp_path: Path) -> None:
     """With rows on the ranks, each makes as many passes; of 13 samples, one rank has none."""
-    monkeypatch.chdir(tmp_path)
     write(tmp_path / "day_0", 100)
     write(tmp_path / "day_1", size, seed=2)
     plain, rows = (run_ranks(3, in_rows, tmp_path, shard) for shard in (False, True))
@@ -195,9 +191,8 @@ def train(place: Place, folder: Path, compress: bool) -> dict[str, Any]:
     return {"weights": weights, "sent": sent, "touched": touched.rows}
 
 
-def test_blocksparse_sends_the_rows_that_are_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocksparse_sends_the_rows_that_are_touched(tmp_path: Path) -> None:
     """A row has 4 whole blocks, or parts of 5. The weights are those of DDP, to the rounding of sums of three."""
-    monkeypatch.chdir(tmp_path)
     write(tmp_path / "day_0", 400)
     plain, packed = (run_ranks(WORLD, train, tmp_path, compress) for compress in (False, True))
     weights = plain[0]["weights"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.messages import refuses
 from support.needs import needs
 from support.quick import quick
 
@@ -39,7 +40,7 @@ def test_a_nifti_file_comes_back() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"no scan", gzip.compress(b"no scan", mtime=0)], ids=["empty", "text", "gzip"])
 def test_bytes_that_are_no_scan_are_named(data: bytes) -> None:
-    with pytest.raises(DataError, match=r"^a\.nii: can't be decoded .*; write it again or remove it$"):
+    with refuses("a.nii", "decoded", kind=DataError):
         decode(data, "a.nii")
 
 
@@ -52,21 +53,21 @@ def test_intensities_are_normalised_in_each_channel() -> None:
 
 
 def test_other_shapes_are_damage() -> None:
-    with pytest.raises(DataError, match=r"^x: image \(8, 9\) and label \(9, 8\) differ; write one again$"):
+    with refuses("x", "8", "9", "9", "8", kind=DataError):
         make_sample(np.zeros((8, 9)), np.zeros((9, 8)), 2, 2, "x")
-    with pytest.raises(DataError, match="differ"):
+    with refuses("x", "differ", kind=DataError):
         make_sample(np.zeros((8, 9)), np.zeros((8, 9, 2)), 3, 2, "x")
 
 
 def test_wrong_settings_end_the_run_and_lose_no_sample() -> None:
-    with pytest.raises(ConfigError, match=r"^recipe\.dimensions=2: x has 3; set recipe\.dimensions=3$"):
+    with refuses("recipe.dimensions=2", "3", "recipe.dimensions=3"):
         make_sample(np.zeros((8, 9, 4)), np.zeros((8, 9, 4)), 2, 2, "x")
-    with pytest.raises(ConfigError, match=r"^recipe\.dimensions=3: x has 4; give scans of 2 or 3$"):
+    with refuses("recipe.dimensions=3", "4", "2", "3"):
         make_sample(np.zeros((2, 2, 2, 2)), np.zeros((2, 2, 2, 2)), 3, 2, "x")
     classes = r"^recipe\.classes=2: the label of x has classes 0 to 3; set recipe\.classes=4$"
     with pytest.raises(ConfigError, match=classes):
         make_sample(np.zeros((2, 2)), np.array([[0, 3], [0, 0]]), 2, 2, "x")
-    with pytest.raises(ConfigError, match="has classes -1 to 0; write labels whose first class is 0"):
+    with refuses("recipe.classes=2", "-1", "0", "0"):
         make_sample(np.zeros((2, 2)), np.array([[0, -1], [0, 0]]), 2, 2, "x")
 
 
@@ -132,9 +133,9 @@ def test_scans_without_labels_are_for_predictions(tmp_path: Path) -> None:
     nifti_, npz = (ScanFolder(tmp_path / name, 2, 2, "k", n, labelled=False) for name, n in ((".", 1), ("npz", 2)))
     assert len(labelled) == len(nifti_) == len(npz) == 5 and nifti_[2].keys() == npz[2].keys() == {"image"}
     assert (nifti_[2]["image"] == labelled[2]).all() and npz[2]["image"].shape == (2, 6, 7)
-    with pytest.raises(ConfigError, match=r"^recipe\.train=.*: labels/a\.nii\.gz is missing"):
+    with refuses("recipe.train", "labels/a.nii.gz"):
         ScanFolder(tmp_path, 2, 2, "recipe.train")
-    with pytest.raises(ConfigError, match=r"^recipe\.train=.*: a\.npz has no array label; give labels/NAME"):
+    with refuses("recipe.train", "a.npz", "labels/NAME.nii.gz"):
         ScanFolder(tmp_path / "npz", 2, 2, "recipe.train", 2)
     assert of_members({"__key__": "a", "npz": {"image": image}}, 3, 2).keys() == {"image"}
 
@@ -148,9 +149,9 @@ def test_npz_files(tmp_path: Path) -> None:
 def test_an_image_without_a_label(tmp_path: Path) -> None:
     write(tmp_path, "a", *scan((4, 4)))
     (tmp_path / "labels" / "a.nii.gz").unlink()
-    with pytest.raises(ConfigError, match=r"recipe\.val=.*: labels/a\.nii\.gz is missing"):
+    with refuses("recipe.val", "labels/a.nii.gz"):
         ScanFolder(tmp_path, 2, 2, "recipe.val")
-    with pytest.raises(ConfigError, match=r"has no images/NAME\.nii\.gz and no NAME\.npz"):
+    with refuses("recipe.val", "images/NAME.nii.gz", "NAME.npz"):
         ScanFolder(tmp_path / "labels", 2, 2, "recipe.val")
 
 
@@ -191,7 +192,7 @@ def test_members_of_shards() -> None:
     packed = of_members({"__key__": "a", "image.nii.gz": nifti(image), "label.nii.gz": nifti(label)}, 2, 2)
     arrays = of_members({"__key__": "a", "npz": {"image": image, "label": label}}, 2, 2)
     assert (packed["image"] == arrays["image"]).all() and (packed["label"] == label).all()
-    with pytest.raises(ConfigError, match="a sample has txt; give image"):
+    with refuses("recipe.train", "image.nii.gz"):
         of_members({"__key__": "a", "txt": "a"}, 2, 2)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from support.cli import environment, toy
+from support.messages import refuses
 from support.untrusted import one_line, sharded
 from toy_recipe import Toy
 
@@ -88,9 +89,7 @@ def test_the_config_beside_a_checkpoint_runs_no_program(monkeypatch: pytest.Monk
     OmegaConf.save(config, "runs/r/config.yaml")
     Path("stranger.py").write_text(STRANGER)
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    with pytest.raises(
-        ConfigError, match=r"^data\.allow_pipe=false: pipe:mkdir mark is a program, and programs are not run"
-    ):
+    with refuses("data.allow_pipe=false", "mkdir", "program", "programs", "data.allow_pipe=true"):
         export("ckpt/last.pt", Path("out"), ["trainer.allow_targets=[stranger]"])
     assert not Path("mark").exists()
 
@@ -176,7 +175,7 @@ def test_the_name_of_a_run_stays_in_its_folder() -> None:
 @pytest.mark.parametrize("run_dir", [".", "..", "runs/..", "/"])
 def test_a_folder_without_a_name_is_refused(run_dir: str) -> None:
     before = outside()
-    with pytest.raises(ConfigError, match=r"^trainer\.run_dir=.*: has no name"):
+    with refuses("trainer.run_dir", "runs/NAME"):
         make(run_dir=run_dir)
     assert outside() == before
 
@@ -243,19 +242,19 @@ def test_nothing_is_written_through_a_lock(caplog: pytest.LogCaptureFixture) -> 
 def test_a_manifest_of_something_else_is_refused(wrong: dict[str, Any]) -> None:
     manifest = {key: value for key, value in {**RUN, **wrong}.items() if value is not None}
     commit(Path("ckpt/r"), 1, {"state.json": memoryview(b"{}")}, manifest)
-    with pytest.raises(ConfigError, match=r"^trainer\.resume=.*: its manifest has no valid .+; give a"):
+    with refuses("trainer.resume", "manifest"):
         make(resume="ckpt/r")
 
 
 def test_the_manifest_of_a_run_is_not() -> None:
     commit(Path("ckpt/r"), 1, {"state.json": memoryview(b"{}")}, RUN)
-    with pytest.raises(ConfigError, match="data was"):
+    with refuses("trainer.resume", "'trainer.accept=[data]'"):
         make(resume="ckpt/r")
 
 
 def test_a_shard_that_is_no_file_is_refused() -> None:
     os.mkfifo("a.tar")
-    with pytest.raises(DataError, match=r"a\.tar: "):
+    with refuses("a.tar", "'a.tar/*.tar'", kind=DataError):
         Index.open([Path("a.tar")])
 
 

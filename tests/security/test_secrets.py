@@ -109,7 +109,6 @@ def test_an_export_reads_no_variable_that_a_config_names(tmp_path: Path, monkeyp
 
 def test_hydra_writes_nothing_of_a_multirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the user's with the name of Hydra's record stays, in a refused command and in a good one."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["echelon"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
     files = [Path("multirun.yaml"), Path("runs/multirun.yaml")]
@@ -162,6 +161,7 @@ def test_what_an_error_says_has_no_secrets(ranks: int, tmp_path: Path) -> None:
     done = run(
         [*TOY, "~callbacks.tensorboard", *words, "trainer.max_steps=2", "trainer.run_dir=runs/r", "trainer.restarts=0"],
         tmp_path,
+        loaded=LOADED,
         MLFLOW_TRACKING_PASSWORD="hunter4",
         PYTHONPATH=f"{tmp_path}{os.pathsep}{PYTHONPATH}",
     )

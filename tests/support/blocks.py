@@ -12,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 READ_S = 540  # for a page
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "trainer/**/*.md", "recipes/**/*.md")
-    for path in ROOT.glob(pattern)
+    for path in [
+        *ROOT.glob("*.md"),
+        *(path for folder in ("docs", "trainer", "recipes") for path in (ROOT / folder).rglob("*.md")),
+    ]
 )
 FENCE = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"<!-- not run: (.*) -->\n *\Z")

@@ -21,6 +21,7 @@ LOADED = (
     "trainer.launch.launcher",
     "trainer.launch.forkserver",
     "trainer.config.check",
+    "trainer.session",
     "torch._dynamo",
 )
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_")

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -129,28 +130,32 @@ def stop() -> None:
 
 def serve(channel: socket.socket) -> str:
     """Return in each process that a request asks for; the module whose `main` it is to run."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    running: dict[int, tuple[int, int]] = {}  # by the descriptor of a process: its number, and the pipe of its report
     while True:
+        ready = select.select([channel, *running], [], [])[0]
+        for ended in running.keys() & set(ready):
+            pid, report = running.pop(ended)
+            os.write(report, struct.pack("i", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+            os.close(report)
+            os.close(ended)
+        if channel not in ready:
+            continue
         request, descriptors, _, _ = socket.recv_fds(channel, 1 << 20, 3)
         if not request:
             sys.exit()
-        if not os.fork():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            channel.close()
-            out, err, report = descriptors
-            if pid := os.fork():
-                os.close(out)
-                os.close(err)
-                os.write(report, struct.pack("i", pid))
-                os.write(report, struct.pack("i", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-                os._exit(0)
-            os.dup2(out, 1)
-            os.dup2(err, 2)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            return become(*json.loads(request))
-        for descriptor in descriptors:
+        out, err, report = descriptors
+        if pid := os.fork():
+            os.close(out)
+            os.close(err)
+            os.write(report, struct.pack("i", pid))
+            running[os.pidfd_open(pid)] = pid, report
+            continue
+        channel.close()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        for descriptor in {*descriptors, *running, *(other for _, other in running.values())}:
             os.close(descriptor)
+        return become(*json.loads(request))
 
 
 def become(module: str, arguments: list[str], cwd: str, env: dict[str, str]) -> str:
@@ -165,11 +170,24 @@ def become(module: str, arguments: list[str], cwd: str, env: dict[str, str]) -> 
         numpy.random.seed()
     sys.stdout = sys.__stdout__ = reopened(1, "strict")
     sys.stderr = sys.__stderr__ = reopened(2, "backslashreplace")
-    if forkserver := sys.modules.get("trainer.launch.forkserver"):
+    forkserver = sys.modules.get("trainer.launch.forkserver")
+    if forkserver and (module != "trainer.main" or re.search("devices|resume", " ".join(arguments))):  # it starts ranks
         forkserver.subprocess = Spare(forkserver)
     sys.modules["__main__"] = importlib.import_module(module)
     sys.argv = [str(sys.modules["__main__"].__file__), *arguments]
     return module
+
+
+def compose_once() -> None:
+    """Load what Hydra loads late and fill the caches of its grammars. Of what it keeps of a config, nothing stays."""
+    from hydra.core.singleton import Singleton
+
+    from trainer.config.compose import CONF, compose
+
+    kept, argv = dict(Singleton._instances), list(sys.argv)
+    compose(["trainer.allow_targets=[a]", "~callbacks.progress", "+b={c: 1}"], [CONF])
+    Singleton._instances, sys.argv[:] = kept, argv
+    del os.environ["HYDRA_FULL_ERROR"]
 
 
 class Spare:
@@ -240,6 +258,10 @@ if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
         for name in sys.argv[2:]:
             importlib.import_module(name)
+        if "trainer.main" in sys.argv:
+            compose_once()
+        if "torch" in sys.modules and "trainer.session" not in sys.argv:
+            sys.exit("torch was imported")  # a run that must not import it would find it loaded
         gc.collect()
         gc.freeze()
         main = serve(socket.socket(fileno=int(sys.argv[1])))

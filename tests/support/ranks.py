@@ -21,7 +21,8 @@ from trainer.process.exit import die_with_parent
 
 # Forked when first needed and kept for the session: importing torch takes longer than most tests.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["trainer.trainer", "torch._dynamo"])  # DDP and torch's optimizers import the latter
+# DDP and torch's optimizers import dynamo, and files of tests pytest.
+CONTEXT.set_forkserver_preload(["trainer.trainer", "torch._dynamo", "pytest"])
 PEERS: list[tuple[Any, Connection]] = []
 
 
@@ -89,6 +90,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.set_threshold(50_000, 20, 20)
     np.random.seed()  # else all ranks would draw the same
     modules = 0
     while True:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cli import environment
+from support.cli import Result, environment, run
+from support.messages import refuses
 from support.network import Cluster, needs_cluster
 
 from trainer.comm.bandwidth import BUS_FACTORS
@@ -21,24 +22,22 @@ BENCH = [sys.executable, "-m", "trainer.tools.bench"]
 PAYLOAD = 1448 / 1514  # of a frame: the token bucket counts headers of Ethernet, IP and TCP as well
 
 
-def command(folder: Path, *words: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*BENCH, *words], cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120
-    )
+def command(folder: Path, *words: str) -> Result:
+    return run(list(words), folder, "trainer.tools.bench", 120)
 
 
 @pytest.mark.slow
 def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
     words = ("--devices", "2", "--only", "links", "--collectives", "all_reduce", "all_gather", "--max-mib", "1")
     done = command(tmp_path, *words, "--seconds", "0.01", "--json", "b.json")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.code, done.err) == (0, "")
     found = json.loads((tmp_path / "b.json").read_text())
     assert {(row["level"], row["collective"], row["ranks"]) for row in found["collectives"]} == {
         ("inside", "all_reduce", 2), ("inside", "all_gather", 2),
     }  # fmt: skip
     for row in found["collectives"]:
         assert row["busbw"] == pytest.approx(row["bytes"] / row["seconds"] * BUS_FACTORS[row["collective"]](2))
-        assert f"{row['collective']:<15}{row['bytes']:>12}" in done.stdout
+        assert f"{row['collective']:<15}{row['bytes']:>12}" in done.out
     assert found["machine"] is None
     busy = [line for line in found["not_measured"] if line.startswith("CPU us: without interrupts")]
     assert {row["estimated"] for row in found["collectives"]} == {not busy}
@@ -51,12 +50,11 @@ def test_two_ranks_that_it_starts(tmp_path: Path) -> None:
 
 def test_a_failure_of_ranks_that_it_starts_is_one_line(tmp_path: Path) -> None:
     done = command(tmp_path, "--devices", "2", "--accelerator", "cpu", "--backend", "nccl", "--only", "links")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
-    assert done.stderr.startswith("echelon: trainer.backend=nccl: needs CUDA, and this run is on cpu; use ")
+    assert (done.code, done.out, done.err.count("\n")) == (78, "", 1)
+    assert done.err.startswith("echelon: trainer.backend=nccl: needs CUDA, and this run is on cpu; use ")
 
 
 def test_one_rank_says_what_it_can_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.tools.measure.codecs.SHAPE", (64, 64))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -114,20 +112,20 @@ def test_devices_that_contradict_the_launcher_are_refused(
 
 def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     done = command(tmp_path, "--only", "x")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (78, "", 1)
-    assert done.stderr.startswith("echelon: --only x: is unknown; there are codecs, ")
+    assert (done.code, done.out, done.err.count("\n")) == (78, "", 1)
+    assert done.err.startswith("echelon: --only x: is unknown; there are codecs, ")
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"^trainer\.accelerator=cuda: torch sees no CUDA device"):
+    with refuses("trainer.accelerator=cuda", "CUDA", "CUDA"):
         bench.run(bench.parser().parse_args(["--accelerator", "cuda"]))
 
 
 def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    with pytest.raises(ConfigError, match=r"^--png: needs matplotlib; pip install 'matplotlib>=3\.9,<4'"):
+    with refuses("--png", "'matplotlib>=3.9,<4'"):
         bench.run(bench.parser().parse_args(["--png", "b.png"]))
 
 

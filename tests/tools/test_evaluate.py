@@ -62,8 +62,7 @@ def test_an_earlier_checkpoint_has_its_own_numbers(cwd):
     ("file", "said"),
     [("new/deep/m.json", "CHECKPOINT=nowhere: "), (".", r"--json=\.: is a folder; name a file")],
 )
-def test_a_refusal_comes_before_the_work_and_leaves_no_folder(tmp_path, monkeypatch, file, said):
-    monkeypatch.chdir(tmp_path)
+def test_a_refusal_comes_before_the_work_and_leaves_no_folder(tmp_path, file, said):
     given = Namespace(checkpoint="nowhere", changes=[], split="val", devices="1", micro_batch=None, json=Path(file))
     with pytest.raises(ConfigError, match=f"^{said}"):
         tool.evaluate(given)

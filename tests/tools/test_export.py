@@ -226,9 +226,8 @@ class Exporting(Toy):
         raise AssertionError("not before the end")
 
 
-def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, capsys):
     """Packages and paths are in the command, for none are taken from the run's config, which a program's run lacks."""
-    monkeypatch.chdir(tmp_path)
     options = Options(run_dir="runs/r", allow_targets=["mine"])
     Trainer(Exporting(), {"stops": Stops(True)}, batch=12, options=options, data=DataOptions(0)).fit()
     (command,) = re.findall("^export with (.*)$", capsys.readouterr().out, re.MULTILINE)
@@ -246,8 +245,7 @@ def test_a_run_that_is_stopped_says_how_to_export_it(tmp_path, monkeypatch, caps
     assert "resume with Options(resume='ckpt/s')\nexport with the run's end: it exports after a resume\n" in told
 
 
-def test_a_run_made_in_python_has_no_config_to_export_from(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_made_in_python_has_no_config_to_export_from(tmp_path):
     options = Options(run_dir="runs/r", max_steps=1)
     checkpoint = Trainer(Toy(), batch=12, options=options, data=DataOptions(0)).fit()["checkpoint"]
     told = "its run has no config.yaml, which a Trainer made in Python does not write; make a Trainer with "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import ROOT, run
+from support.messages import refuses
 
 from trainer.errors import ConfigError
 from trainer.tools.new import new
@@ -36,8 +37,7 @@ def test_the_printed_commands_work(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["my_task.py", "conf/recipe/my_task.yaml", "test_my_task.py"])
-def test_nothing_is_overwritten(tmp_path, monkeypatch, file):
-    monkeypatch.chdir(tmp_path)
+def test_nothing_is_overwritten(tmp_path, file):
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text("mine")
     with pytest.raises(ConfigError, match=f"NAME=my_task: {file} is there already, and is not overwritten"):
@@ -63,15 +63,13 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, file):
     ],
 )
 def test_names_that_are_refused(tmp_path, monkeypatch, name, told):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ConfigError, match=f"NAME={name}: {told}; give "):
         new(name)
     assert not os.listdir()
 
 
-def test_a_folder_that_refuses(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_refuses(tmp_path):
     (tmp_path / "conf").touch()  # root may write into any folder
-    with pytest.raises(ConfigError, match="NAME=my_task: conf/recipe: Not a directory; go to a folder of yours"):
+    with refuses("NAME=my_task", "conf/recipe", "directory"):
         new("my_task")

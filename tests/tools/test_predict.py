@@ -48,8 +48,7 @@ def test_rows_are_in_the_order_of_the_data(trained, tmp_path, devices):
     ("file", "said"),
     [("new/deep/a.jsonl", "CHECKPOINT=nowhere: "), ("a.jsonl", r"--output=a\.jsonl: is a folder; name a file")],
 )
-def test_a_refusal_comes_before_the_work_and_leaves_no_folder(tmp_path, monkeypatch, file, said):
-    monkeypatch.chdir(tmp_path)
+def test_a_refusal_comes_before_the_work_and_leaves_no_folder(tmp_path, file, said):
     Path("a.jsonl").mkdir()
     given = Namespace(checkpoint="nowhere", changes=[], split="val", devices="1", micro_batch=None, output=Path(file))
     with pytest.raises(ConfigError, match=f"^{said}"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from support.cli import Result, run, toy, weights
+from support.messages import refuses
 
 from trainer.config.compose import Job
 from trainer.config.options import DataOptions
@@ -41,7 +42,6 @@ def here(begun, tmp_path, monkeypatch) -> Path:
             (tmp_path / file.relative_to(begun)).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / file.relative_to(begun)).write_bytes(file.read_bytes())
     sign(tmp_path / "runs/r/config.yaml")  # as the run would have here
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # as `compose` sets it
     monkeypatch.setattr(sys, "argv", sys.argv[:1])
     return tmp_path
@@ -113,9 +113,7 @@ def test_a_config_that_no_run_of_the_user_wrote_allows_nothing(here, odd):
         "data.cache_gb=2",
     ]
     assert config(here, *given)["data"]["cache_dir"] == "~/mine"
-    with pytest.raises(
-        ConfigError, match=r"so it can't set data\.allow_pipe; if you trust it, add 'data\.allow_pipe=true"
-    ):
+    with refuses("RUN=runs/r", "data.allow_pipe", "'data.allow_pipe=true'"):
         config(here, given[0], *given[2:])
 
 
@@ -169,7 +167,7 @@ def test_overrides_that_are_refused(here, words, told):
 
 
 def test_the_folder_of_checkpoints_is_no_run(here):
-    with pytest.raises(ConfigError, match=r"^RUN=ckpt/r: holds checkpoints; give the folder of their run, as"):
+    with refuses("RUN=ckpt/r", "runs/r"):
         composed(Path("ckpt/r"), [])
 
 
@@ -191,8 +189,7 @@ def test_keys_are_checked(here):
         ),
     ],
 )
-def test_a_folder_that_is_no_run(tmp_path, monkeypatch, content, told):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_is_no_run(tmp_path, content, told):
     with pytest.raises(ConfigError, match="RUN=runs/r: is no folder; give the folder of a run, as in runs/NAME"):
         composed(Path("runs/r"), [])
     Path("runs/r").mkdir(parents=True)
@@ -202,13 +199,10 @@ def test_a_folder_that_is_no_run(tmp_path, monkeypatch, content, told):
         composed(Path("runs/r"), [])
 
 
-def test_a_run_made_in_python(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_made_in_python(tmp_path):
     Path("runs/r").mkdir(parents=True)
     Path("runs/r/.lock").write_text("process 1 on host")  # as a run does
-    with pytest.raises(
-        ConfigError, match="runs/r: this run was stopped before its first step; give the command of the"
-    ):
+    with refuses("RUN=runs/r", "command"):
         tool.resume(Path("runs/r"), [])
     Path("runs/r/metrics.jsonl").touch()
     told = "RUN=runs/r: this run has no config.yaml, which a Trainer made in Python does not write; resume in Python, "

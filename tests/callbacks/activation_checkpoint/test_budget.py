@@ -23,6 +23,8 @@ from trainer.optim.factories import sgd
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 def least_time(sizes: Sizes, share: float) -> float:
     """Of all choices that keep no more than the budget, by trying each."""
@@ -210,11 +212,6 @@ def train(
 
 def log(run: str = "run") -> str:
     return Path(f"runs/{run}/logs/rank0.log").read_text()
-
-
-@pytest.fixture(autouse=True)
-def _inside(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 TIMES = [[1.0 + (i == rank) + rank / 10 for i in range(BLOCKS)] for rank in range(WORLD)]

@@ -14,6 +14,8 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 
 class Tied(Stack):
     """The last layer has the first one's weight."""
@@ -51,11 +53,6 @@ class Sometimes(Root):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.calls += model.training
         return super().loss(model, batch) if self.calls % 2 else Stack.loss(self, model, batch)
-
-
-@pytest.fixture(autouse=True)
-def _inside(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

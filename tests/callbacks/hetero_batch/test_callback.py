@@ -317,8 +317,7 @@ EXACT = ["activation_checkpoint", "bucket", "ema", "hierarchical", "nan_guard"]
 
 
 @pytest.mark.timeout(400)
-def test_unequal_shares_with_other_callbacks(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_unequal_shares_with_other_callbacks(tmp_path):
     rows = [*EXACT, "bf16", "powersgd", "overlap", "local_sgd", "onebit_adam"]
     ranks = run_ranks(WORLD, with_others, rows, timeout_s=300)
     for index, row in enumerate(rows):
@@ -363,9 +362,8 @@ def too_little(place: Place, number: int) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(SHORT)))
-def test_too_little_memory_ends_the_run_before_the_first_step(tmp_path, monkeypatch, number):
+def test_too_little_memory_ends_the_run_before_the_first_step(tmp_path, number):
     """With a static graph nothing is measured, and the log says so."""
-    monkeypatch.chdir(tmp_path)
     assert run_ranks(WORLD, too_little, number)[1].startswith(SHORT[number][2])
     log = Path("runs/little/logs/rank0.log").read_text()
     assert ("static_graph allows no pass without a reduction, so no memory is measured" in log) == (number == 2)
@@ -392,8 +390,7 @@ def refused(place: Place) -> list[str]:
     return messages
 
 
-def test_ranks_whose_passes_are_in_lockstep_and_data_that_cuts_itself_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ranks_whose_passes_are_in_lockstep_and_data_that_cuts_itself_are_refused(tmp_path):
     for messages in run_ranks(WORLD, refused):
         lockstep, iterable, shares, caps = messages
         assert "every rank must make as many; leave hetero_batch or the sharding out" in lockstep
@@ -421,8 +418,7 @@ def test_a_knob_out_of_range_is_refused(knobs, message):
         HeteroBatch(**knobs)
 
 
-def test_one_rank_trains_and_saves_as_without_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_one_rank_trains_and_saves_as_without_it(tmp_path):
     options = Options(max_steps=1, checkpoint=CheckpointOptions(every_steps=1))
     trainer = Trainer(Toy(), {"mine": HeteroBatch()}, batch=4, options=options, data=DataOptions(workers=0))
     trainer.fit()

@@ -92,9 +92,8 @@ def waits(place: Place, sharded: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "shard.2"])
-def test_waits_for_other_ranks_do_not_count(sharded, tmp_path, monkeypatch):
+def test_waits_for_other_ranks_do_not_count(sharded, tmp_path):
     """The first gradient queues the wait of stage 2, the last one DDP's."""
-    monkeypatch.chdir(tmp_path)
     assert run_ranks(WORLD, waits, sharded) == [pytest.approx([1.0, 0.5, 0.2])] * WORLD
 
 

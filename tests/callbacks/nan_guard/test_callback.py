@@ -23,12 +23,9 @@ from trainer.errors import ConfigError, NumericsError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 BAD = 5  # the step of the bad loss
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Bad(Toy):

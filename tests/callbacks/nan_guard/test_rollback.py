@@ -12,10 +12,7 @@ from trainer.optim.factories import adamw, lamb
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 @pytest.mark.parametrize("optimizer", [lamb, adamw])

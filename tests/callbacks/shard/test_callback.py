@@ -212,8 +212,7 @@ def test_on_three_ranks_each_stage_has_the_bits_of_plain_training(three, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_other_numbers_of_ranks_too(tmp_path, monkeypatch, world):
-    monkeypatch.chdir(tmp_path)
+def test_on_other_numbers_of_ranks_too(tmp_path, world):
     names = ["lamb", FP16]
     ranks = run_ranks(world, train_all, names)
     for name in names:

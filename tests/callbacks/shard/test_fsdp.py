@@ -27,13 +27,10 @@ from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 CPU = torch.device("cpu")
 CLOSE = 1e-6  # float32, a few steps of SGD
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Centre(nn.Module):

@@ -22,13 +22,10 @@ from trainer.checkpoint.serialize import optimizer_state
 from trainer.optim.factories import adamw, lamb
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 HALF, END = 3, 6
 Bits = dict[str, bytes]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def train(place: Place, stage: int, run: str, steps: int, resume: str | None = None, optimizer: Any = adamw) -> Bits:

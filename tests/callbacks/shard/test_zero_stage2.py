@@ -24,13 +24,10 @@ from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 WIDTH = 64
 SLACK = 1000  # bytes of biases, and of a flag for each bucket
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 class Held(Callback):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.gradients import Alone, bucket, heavy_tailed, mostly_zero, normal, sent
+from support.quick import quick
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,7 +37,7 @@ def in_one_place(n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("where", [sparse.reaching_cpu, sparse.reaching])
-@pytest.mark.parametrize("density", [0.01, 0.001, 0.25])
+@pytest.mark.parametrize("density", quick([0.01, 0.001, 0.25], 2))
 @pytest.mark.parametrize("make", [normal, heavy_tailed, mostly_zero, in_columns, in_one_place])
 def test_what_a_full_sort_selects(make, density, where, monkeypatch):
     """Both ways to find indices: the one for GPUs is plain torch, too. A threshold that is too high would send less."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from support.http import Proxy, needs_nginx
+from support.messages import refuses
 from support.shards import kept, remote, shard
 
 import trainer.data.remote.download as fetch_module
@@ -109,9 +110,7 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
             Index.open(remote(tmp_path, url))
     assert "\n" not in str(caught.value)
     assert "secret" not in str(remote(tmp_path, url + "?signature=secret")[0])
-    with pytest.raises(
-        DataError, match=r"^http://host/a.tar: a URL's user and password are not sent; give a URL without them$"
-    ):
+    with refuses("http://host/a.tar", "URL", "URL", kind=DataError):
         remote(tmp_path, "http://user:secret@host/a.tar")
 
 
@@ -133,9 +132,7 @@ def test_a_proxy_that_is_not_there_is_named_without_its_password(
         with pytest.raises(UnavailableError, match="Connection refused>, tried"):
             Index.open(remote(tmp_path, f"http://{host}/a.tar"))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:abc")
-    with pytest.raises(
-        ConfigError, match=r"is not a valid URL \(.*, through the proxy http://127.0.0.1:abc \(http_proxy\)\)"
-    ):
+    with refuses("http://store.invalid/a.tar", "URL", "//127.0.0.1", "http_proxy"):
         Index.open(remote(tmp_path, "http://store.invalid/a.tar"))
 
 

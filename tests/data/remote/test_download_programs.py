@@ -29,7 +29,6 @@ SHARDS, EACH = 3, 6
 @pytest.fixture(autouse=True)
 def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(timeouts, "SERVER_PAUSES_S", (0.01, 0.02, 0.03))
     monkeypatch.setattr(timeouts, "FIRST_DOWNLOAD_S", 0.5)
     rng = random.Random(0)

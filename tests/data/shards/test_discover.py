@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.messages import refuses
 from support.shards import remote
 from support.tars import numbered, write_tar
 
@@ -39,11 +40,10 @@ def test_find_shards(tmp_path: Path) -> None:
             find_shards(f"{tmp_path}/{bad}")
 
 
-def test_a_folder_may_be_called_like_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_may_be_called_like_a_pattern(tmp_path: Path) -> None:
     (folder := tmp_path / "[2024] a*").mkdir()
     (shard := folder / "train-0.tar").touch()
     assert find_shards(f"{folder}/train-*.tar") == [shard]
-    monkeypatch.chdir(tmp_path)
     assert find_shards("[2024] a*/**/train-?.tar") == [shard.relative_to(tmp_path)]
 
 
@@ -51,8 +51,7 @@ def test_a_folder_may_be_called_like_a_pattern(tmp_path: Path, monkeypatch: pyte
     "name",
     ["ftp://127.0.0.1/a.tar", "gopen:a.tar", "data:;base64,AAAA"],
 )
-def test_schemes_beside_the_five_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_schemes_beside_the_five_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         DataError, match=r"no such file, and no URL of a known scheme; give file, http, https, s3, gs or"
     ):
@@ -63,7 +62,7 @@ def test_urls_expand_braces_alone(tmp_path: Path) -> None:
     found = remote(tmp_path, "s3://bucket/a-{01..03}.tar")
     assert [path.url for path in found] == [f"s3://bucket/a-0{i}.tar" for i in (1, 2, 3)]
     assert [path.name for path in found] == [f"a-0{i}.tar" for i in (1, 2, 3)]
-    with pytest.raises(DataError, match=r"a-\*\.tar: can't be listed; write braces"):
+    with refuses("https://127.0.0.1/a-*.tar", "{000..009}", kind=DataError):
         remote(tmp_path, "https://127.0.0.1/a-*.tar")
     (tmp_path / "a.tar").touch()
     assert find_shards(f"file://{tmp_path}/*.tar") == [tmp_path / "a.tar"]

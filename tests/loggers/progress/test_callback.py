@@ -45,8 +45,7 @@ def run(**callbacks: Callback) -> None:
     ).fit()
 
 
-def test_plain_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_plain_lines(tmp_path, capsys):
     record = Record()
     run(record=record)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
@@ -74,9 +73,8 @@ def first_line(place: Place, max_steps: int) -> tuple[list[str], float]:
     return [line.partition("  lr")[0] for line in printed if line.startswith("step ")], losses[0]
 
 
-def test_the_first_step_of_each_start_has_the_loss_of_all_ranks(tmp_path, monkeypatch):
+def test_the_first_step_of_each_start_has_the_loss_of_all_ranks(tmp_path):
     """Logged are steps 3 and 6 alone."""
-    monkeypatch.chdir(tmp_path)
     for first, last in ((1, 3), (4, 6)):
         (printed, loss), *_ = run_ranks(2, first_line, last)
         assert printed[0] == f"step {first}/{last}  loss {loss:.4g}" and printed[1].startswith(f"step {last}/{last}")
@@ -133,7 +131,6 @@ class Fails(Callback):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_bar_on_a_terminal(fails, tmp_path, monkeypatch):
     """It shows step and loss, lines are printed above it, and then the terminal is as before, also after an error."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     screen, record = Screen(), Record()
@@ -167,6 +164,5 @@ def with_a_number_of_its_own(place: Place) -> int:
     return trainer.step
 
 
-def test_the_first_steps_loss_waits_for_no_rank_that_does_not_come(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_first_steps_loss_waits_for_no_rank_that_does_not_come(tmp_path):
     assert run_ranks(2, with_a_number_of_its_own) == [3, 3]

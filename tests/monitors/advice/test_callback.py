@@ -23,6 +23,8 @@ from trainer.monitors.step_timer import StepTimer
 from trainer.process import cgroup
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 SLOW = {"time/step": 1.0, "time/data_max": 0.2}
 TEXT = "steps wait for data for 20% of their time, more than 5%"
 
@@ -38,11 +40,6 @@ class Gives(Callback):
     def on_step_end(self, trainer) -> None:
         if trainer.metrics:
             trainer.metrics |= self.numbers(trainer.step)
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def run(numbers: Any, **options: Any) -> Any:

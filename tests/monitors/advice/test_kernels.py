@@ -106,8 +106,7 @@ def warned(place: Place) -> list[list[str]]:
     return found
 
 
-def test_ddp_that_copies_gradients_or_looks_for_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_ddp_that_copies_gradients_or_looks_for_nothing(tmp_path):
     assert run_ranks(2, warned) == [[["unused_parameters"], ["gradient_layout"], []], [[], [], []]]
 
 

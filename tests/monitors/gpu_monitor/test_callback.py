@@ -23,6 +23,8 @@ from trainer.monitors.gpu_monitor.callback import GpuMonitor
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 HOST = {"host/ram_gib", "host/cpu", "host/network_rx_mib_s", "host/network_tx_mib_s"}
 
 
@@ -52,11 +54,6 @@ def make(recipe: Toy, monitor: GpuMonitor, place: Place | None = None) -> Traine
 
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "gpu_monitor"]
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def rank(place: Place) -> tuple[dict[str, float], list[str], bool]:

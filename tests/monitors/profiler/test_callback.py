@@ -28,12 +28,9 @@ from trainer.monitors.step_timer import StepTimer
 from trainer.optim.factories import adamw
 from trainer.process.environment import Place
 
+pytestmark = pytest.mark.usefixtures("tmp_path")
+
 PHASES = {"data", "forward", "backward", "optimizer", "callbacks", "checkpoint"}
-
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def events(step: int, rank: int = 0, run: str = "r") -> list[dict[str, Any]]:

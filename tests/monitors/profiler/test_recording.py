@@ -17,10 +17,7 @@ from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.profiler.recording import Recording, ends_whole
 from trainer.monitors.step_timer import StepTimer
 
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 def events(step: int) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ PEERS = {"torch.save", "DCP"}  # asynchronous DCP wants a process group
 
 @pytest.fixture(autouse=True)
 def small_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "WIDTH", 16)
     ways = {name: way for name, way in bench.WAYS.items() if name in {"copy", "nothing", "Echelon", *PEERS}}
     monkeypatch.setattr(bench, "WAYS", ways)

@@ -62,8 +62,7 @@ def ranks(place: Place, more: int) -> tuple[int, int, str]:
     return place.rank, place.world + more, os.path.basename(os.path.dirname(place.store))
 
 
-def test_ranks_share_a_folder_that_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ranks_share_a_folder_that_is_gone_afterwards(tmp_path: Path, capfd) -> None:
     found = on_ranks(2, ranks, 10)
     assert [each[:2] for each in found] == [(0, 12), (1, 12)] and found[0][2] == found[1][2]
     assert not list(tmp_path.iterdir()) and "not seen" not in capfd.readouterr().out
@@ -147,9 +146,8 @@ def test_each_bench_has_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     ],
 )
 def test_a_wrong_option_is_told_before_anything_is_measured(
-    words: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         parser("codecs", "", "quick", "rounds").parse_args(words)
     assert error in capsys.readouterr().err.splitlines()[-1]

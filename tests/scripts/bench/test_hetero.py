@@ -20,8 +20,7 @@ def tiny(place: Place) -> list[float]:
     ]
 
 
-def test_a_run_alone_and_one_of_three_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_run_alone_and_one_of_three_ranks(tmp_path: Path) -> None:
     for speeds in run_ranks(3, tiny):
         assert len(speeds) == 2 and min(speeds) > 0
     shares = [json.loads(line)["shares"] for line in Path("runs/slows/run/splits.jsonl").read_text().splitlines()]

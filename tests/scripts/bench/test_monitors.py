@@ -15,7 +15,6 @@ def test_a_run_s_number_is_the_median_of_its_blocks(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(monitors, "STEPS", {1: 150})
     monkeypatch.setattr(monitors.time, "process_time", lambda: next(times))
     name, (_, observed, _) = "step_timer", monitors.PAIRS["step_timer"]
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(monitors, "RUNS", iter([name]))
     assert monitors.run(Place(), MLP, observed()) == pytest.approx(0.6 / 50 * 1e6)
     assert (tmp_path / name / "run" / "step_times.jsonl").exists()
@@ -24,7 +23,6 @@ def test_a_run_s_number_is_the_median_of_its_blocks(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_all_pairs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process: one that is spawned would take the real numbers of steps."""
-    monkeypatch.chdir(tmp_path)
     for name, value in (("STEPS", {1: 4}), ("BLOCK", 2), ("WARM", 2)):
         monkeypatch.setattr(monitors, name, value)
     monkeypatch.setattr(monitors, "on_ranks", lambda world, function, rounds: [function(Place(), rounds)])

@@ -9,8 +9,7 @@ from scripts.bench import sharding as bench
 
 
 @pytest.mark.slow
-def test_what_a_rank_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_a_rank_holds(tmp_path: Path) -> None:
     ranks = run_ranks(3, bench.rounds_of, bench.Squares(32, 4, 4), 1, 3)
     rows = {row["callback"]: row for row in bench.table(3, ranks)}
     whole = rows["DDP"]

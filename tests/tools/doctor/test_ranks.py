@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.faults import free_port
+from support.messages import refuses
 from support.ranks import run_ranks, stop
 
 from trainer.errors import ConfigError
@@ -46,8 +47,7 @@ def one_is_elsewhere(place: Place) -> list[Finding]:
     return meet(place, own(place), 20.0, folder)[2]
 
 
-def test_a_folder_that_is_not_shared(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_that_is_not_shared(tmp_path):
     found = run_ranks(3, one_is_elsewhere)[0][-1]
     assert (found.subject, found.level) == ("folder of the run", WARNING)
     assert found.value == "rank 1 can't see a file that rank 0 wrote"
@@ -138,7 +138,7 @@ def test_a_rank_0_that_ends_too_soon_is_named(monkeypatch):
     other = Meeting(Place(1, 2, 1, 2), 5.0)
     del serving
     gc.collect()
-    with pytest.raises(ConfigError, match=r"^rank 0: is gone \(.*\); see its own output$"):
+    with refuses("rank 0", "output"):
         for _ in range(100):  # the first messages may still leave
             other.publish("key", 1)
             time.sleep(0.05)
@@ -148,9 +148,7 @@ def test_a_rank_0_that_ends_too_soon_is_named(monkeypatch):
 def test_without_an_address_or_an_answer_the_line_says_what_to_look_at(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(
-        ConfigError, match=r"^MASTER_ADDR= MASTER_PORT=: 2 ranks need an address to meet at; start them"
-    ):
+    with refuses("MASTER_ADDR= MASTER_PORT=", "2"):
         Meeting(Place(1, 2, 1, 2), 0.2)
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]

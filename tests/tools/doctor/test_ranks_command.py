@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.cli import MAIN, QUICK, TOY, popen, run
 from support.faults import free_port
+from support.messages import refuses
 
-from trainer.errors import ConfigError
 from trainer.tools.doctor.__main__ import run as doctor
 
 DOCTOR = [sys.executable, "-m", "trainer.tools.doctor"]
@@ -100,7 +100,7 @@ def test_an_argument_that_can_not_work_is_one_line(tmp_path, words, line):
 
 
 def test_a_folder_is_no_file_to_write():
-    with pytest.raises(ConfigError, match=r"^--json=\.: is a folder; name a file$"):
+    with refuses("--json=.", "folder"):
         doctor(None, Path(), Path(), 1.0)
 
 

@@ -82,8 +82,7 @@ def test_a_run_of_few_lines(tmp_path, lines):
     assert "running or killed" in page and "config.yaml: is missing" in page
 
 
-def test_the_command_writes_where_it_says(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_writes_where_it_says(tmp_path, capsys):
     folders = [synthetic_run(tmp_path / name, 20) for name in "ab"]
     assert report(folders[:1], None, False) == 0 and (tmp_path / "a" / "report.html").exists()
     assert report(folders, None, False) == 0 and (tmp_path / "report.html").exists()

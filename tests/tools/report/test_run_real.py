@@ -34,8 +34,7 @@ def seen() -> tuple[Run, str]:
     return run, make_page([run])
 
 
-def test_a_run_that_ends_crashes_and_resumes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_ends_crashes_and_resumes(tmp_path):
     with pytest.raises(RuntimeError):
         train(callbacks={"z_crash": Crash(3)}, max_steps=6)
     run, page = seen()
@@ -55,8 +54,7 @@ def test_a_run_that_ends_crashes_and_resumes(tmp_path, monkeypatch):
     assert "Loss" in page and "Samples per second" in page
 
 
-def test_a_run_that_is_looked_at_while_it_trains(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_is_looked_at_while_it_trains(tmp_path):
     found: list[tuple[str, int]] = []
 
     class Look(Callback):

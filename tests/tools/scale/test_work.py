@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refuses
 from torch import nn
 
 from trainer.errors import ConfigError
@@ -71,7 +72,7 @@ def test_parameters_seconds_and_bytes() -> None:
 
 def test_what_is_unknown_is_refused_with_the_way_out() -> None:
     way = r"give trainer\.precision=fp16 or tflops=NUMBER$"
-    with pytest.raises(ConfigError, match="has no flops_per_sample; define the number, or give flops=NUMBER"):
+    with refuses("recipe", "flops_per_sample", "flops=NUMBER"):
         count(config(Uncounted), H100, ScaleOptions())
     assert count(config(Uncounted), H100, ScaleOptions(flops=1e12)).workload.forward_s > 0
     with pytest.raises(ConfigError, match=rf"^trainer\.precision=bf16: the machine has a peak for fp32, fp16; {way}"):

@@ -13,8 +13,7 @@ from trainer.tools.tune.configs import alone, begun, find_start, merge, of_trial
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict:
-    monkeypatch.chdir(tmp_path)
+def config(tmp_path: Path) -> dict:
     return toy_config()
 
 

@@ -35,8 +35,7 @@ def measure(place: Place, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_ranks_measure_their_own_work(dropout: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_ranks_measure_their_own_work(dropout: float, tmp_path: Path) -> None:
     config = toy_config()
     config["recipe"]["dropout"] = dropout
     answers = run_ranks(2, measure, of_trial(alone(config, 2), tmp_path / "a", 1, 60, 5))

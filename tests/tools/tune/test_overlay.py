@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.messages import refuses
 
 from trainer.config.check import check
 from trainer.config.compose import compose
@@ -52,7 +53,7 @@ def test_the_overlay_composes_to_what_was_measured(choice: Choice, more: list[st
 
 
 def test_a_name_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tuned=other: there is no such file; there are none; --config-dir FOLDER"):
+    with refuses("tuned=other", "--config-dir", "FOLDER"):
         compose(["--config-dir", str(tmp_path), *WORDS, "+tuned=other"], [CONF, tmp_path])
 
 

@@ -20,8 +20,7 @@ def train(place: Place, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    monkeypatch.chdir(tmp_path)
+def config(tmp_path: Path) -> dict[str, Any]:
     return toy_config()
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.cli import ROOT, environment
+from support.messages import refuses
 
 from scripts.bench.bert import bench
 from scripts.bench.bert.cells import Cell, matrix
 from scripts.bench.harness import Rounds
-from trainer.errors import ConfigError
 
 
 def test_the_first_cells_are_measured_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_one_cell_of_each_kind() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_whole_bench_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu"])
-    with pytest.raises(ConfigError, match="no GPU here; --quick"):
+    with refuses("scripts.bench.gpu", "GPU", "--quick"):
         bench.main()
 
 

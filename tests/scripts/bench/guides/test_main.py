@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.cli import environment
+from support.messages import refuses
 from support.network import left_behind, namespaces, needs_cluster
 
 from scripts.bench.guides import __main__ as bench
@@ -97,7 +98,7 @@ def test_the_page_has_every_row_and_the_limit(faked: None) -> None:
 
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^--rows nonsense: fits none of DataParallel; "):
+    with refuses("--rows nonsense", "DataParallel", "DataParallel"):
         chosen("nonsense")
 
 
