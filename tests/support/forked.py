@@ -182,7 +182,8 @@ def compose_once() -> None:
     """Load what Hydra loads late and fill the caches of its grammars. Of what it keeps of a config, nothing stays."""
     from hydra.core.singleton import Singleton
 
-    from trainer.config.compose import CONF, compose
+    from trainer.config.compose import compose
+    from trainer.config.folders import CONF
 
     kept, argv = dict(Singleton._instances), list(sys.argv)
     compose(["trainer.allow_targets=[a]", "~callbacks.progress", "+b={c: 1}"], [CONF])
