@@ -184,7 +184,7 @@ def test_a_gpu_alone_has_no_matrix(tmp_path, monkeypatch):
 def test_an_nvidia_smi_that_fails_or_is_missing(sys, tmp_path, monkeypatch):
     (failed,) = links(tmp_path, monkeypatch, "exit 9")
     assert failed.level == NOTE and "status 9" in failed.consequence
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))  # empty would be the folder of the test
     (missing,) = [finding for finding in examine(sys, free(pci=ONE)) if finding.subject == "links"]
     assert missing.level == NOTE and "No such file or directory: 'nvidia-smi'" in missing.consequence
 
