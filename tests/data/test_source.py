@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.messages import refuses
 from support.quick import quick
 from support.ranks import run_ranks
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from trainer.data.source import Samples, Several
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("tmp_path")
 
 
 class Seen(Callback):
@@ -56,11 +59,6 @@ def first(samples: int) -> float:
     """The mean of the first number of the first samples."""
     points = Numbered(dtype="float64").data("val")
     return sum(float(points[i]["x"][0]) for i in range(samples)) / samples
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -174,7 +172,7 @@ def test_a_stream_is_walked_to_its_second_batch(world):
 def test_a_resume_with_another_limit_is_refused():
     iterated(Place(), "batches", 2)
     for limit in (3, None):
-        with pytest.raises(ConfigError, match=r"^trainer\.resume: data was iterable fir"):
+        with refuses("trainer.resume", "iterable", "'trainer.accept=[data]'"):
             iterated(Place(), "batches", 4, "auto", limit)
 
 
@@ -189,9 +187,7 @@ def test_what_can_be_walked_once_is_refused():
 
 def test_overfit_needs_the_same_batches_again():
     recipe, options = Iterated("batches"), Options(max_steps=1, overfit=2, run_dir="runs/r")
-    with pytest.raises(
-        ConfigError, match=r"^trainer\.overfit=2: .* is an iterable.* give trainer\.limit_batches\.train"
-    ):
+    with refuses("trainer.overfit=2", "trainer.limit_batches.train"):
         Trainer(recipe, batch=1, options=options, data=DataOptions(workers=0))
 
 
@@ -210,7 +206,7 @@ def test_a_mixture_gives_the_first_samples_of_each_data_set_by_weight():
 
 
 def test_limits_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match=r"^trainer\.overfit=1: has batches of its own; leave limit_batches out$"):
+    with refuses("trainer.overfit=1", "limit_batches"):
         Options(overfit=1, limit_batches=LimitOptions(train=1))
-    with pytest.raises(ConfigError, match=r"^trainer\.limit_batches\.validation=0: must be at least 1$"):
+    with refuses("trainer.limit_batches.validation=0", "1"):
         LimitOptions(validation=0)

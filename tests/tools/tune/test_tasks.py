@@ -25,8 +25,7 @@ def serve(place: Place, task: dict[str, Any]) -> dict[str, Any]:
         pytest.param("links", "levels", marks=pytest.mark.slow),
     ],
 )
-def test_tasks(kind: str, key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_tasks(kind: str, key: str, tmp_path: Path) -> None:
     config = toy_config()
     own = of_trial(alone(config, 2) if kind == "profile" else config, tmp_path / "own", 1, 60, 6)
     task = {"kind": kind, "config": own, "folder": str(tmp_path / "own"), "warm": 1, "steps": 2, "codecs": False}
