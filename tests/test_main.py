@@ -43,11 +43,13 @@ def default(tmp_path_factory) -> tuple[Path, str]:
 
 
 def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
-    code = "import sys; from trainer.main import command; command(['--help'])\n"
-    code += "heavy = {'torch', 'hydra', 'numpy', 'yaml', 'email', 'socket', 'multiprocessing', 'ctypes', 'hashlib'}\n"
-    code += "command(['--version']) if not heavy & set(sys.modules) else print(heavy & set(sys.modules))"
+    heavy = "{'torch', 'hydra', 'numpy', 'yaml', 'email', 'socket', 'multiprocessing', 'ctypes', 'hashlib'}"
+    code = "import atexit, sys; from trainer.main import command, main\nsys.argv = ['echelon', '--help']\n"
+    code += "atexit.register(lambda: command(['--version']))\n"
+    code += f"atexit.register(lambda: print('loaded:', *{heavy} & set(sys.modules)))\nmain()"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
-    assert re.search(rf"\nechelon-trainer {re.escape(trainer.__version__)} \(torch \d[^ ]*\)\n$", done.stdout)
+    version = re.escape(trainer.__version__)
+    assert re.search(rf"\nloaded: *\nechelon-trainer {version} \(torch \d[^ ]*\)\n$", done.stdout)
     for name in ("bert_tiny", "bert_base", "bert_large", "ema", "overlap", "grad_compress", "adamw", "one_cycle"):
         assert re.search(rf"^  {name} +\S.{{10,}}$", done.stdout, re.MULTILINE), name
     assert "trainer.resume=ckpt/last.pt" in done.stdout

@@ -126,5 +126,5 @@ def test_a_key_of_an_earlier_version_gets_its_new_name(key: str) -> None:
 
 
 def test_what_an_earlier_version_compared_gets_its_new_name() -> None:
-    with pytest.raises(ConfigError, match=r"^trainer.accept=\[lanes\]: .*; it is now data.shuffle_shards$"):
+    with pytest.raises(ConfigError, match=r"^trainer.accept=\[lanes\]: .*; it is now shuffle_shards$"):
         Options(accept=["lanes"])

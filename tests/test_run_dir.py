@@ -139,9 +139,14 @@ def test_checkpoints_in_an_images_layer_are_thinned_out_and_set_aside(monkeypatc
 
 def test_a_config_of_an_earlier_version_has_todays_names(tmp_path):
     old = "data:\n  workers: 0\n  lanes: 5\n  block: 4\nrecipe:\n  block: 3\ncallbacks:\n  bucket:\n    late: [a]\n"
+    old += "trainer:\n  accept: [batch, lanes]\n  timeout_s: '1e3'\noptimizer:\n  lr: 1e-3\n"
     (tmp_path / "config.yaml").write_text(old)
-    assert yaml.safe_load(stored_config(tmp_path / "config.yaml")) == {
+    new = stored_config(tmp_path / "config.yaml").read()
+    assert new.count("\n") == old.count("\n") and "timeout_s: '1e3'\noptimizer:\n  lr: 1e-3\n" in new
+    assert yaml.safe_load(new) == {
         "data": {"workers": 0, "shuffle_shards": 5, "shuffle_window": 4},
         "recipe": {"block": 3},
         "callbacks": {"bucket": {"delayed": ["a"]}},
+        "trainer": {"accept": ["batch", "shuffle_shards"], "timeout_s": "1e3"},
+        "optimizer": {"lr": "1e-3"},
     }

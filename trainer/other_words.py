@@ -101,6 +101,11 @@ def new_name(key: str) -> str:
     return f"it is now {new}" if (new := RENAMED.get(key)) else ""
 
 
+def now_compared(key: str) -> str:
+    """Return today's name for what a resume compares: `lanes` is `shuffle_shards`."""
+    return RENAMED.get(f"data.{key}", key).removeprefix("data.")
+
+
 def our_key(key: str) -> str:
     """Return the Echelon setting for another trainer's key; empty if none is known."""
     ours = WORDS.get(plain(key.rpartition(".")[2]), "")

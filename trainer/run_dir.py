@@ -25,7 +25,7 @@ from trainer.checkpoint.manifest import Damaged
 from trainer.errors import NOT_FINITE, ConfigError, printable, refuse_remote
 from trainer.files import Appended, make_folder, refuse_folder, remove_unused, special
 from trainer.log import Lines, Terminal, log, set_handlers
-from trainer.other_words import RENAMED
+from trainer.other_words import RENAMED, now_compared
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -215,16 +215,26 @@ def stored_config(file: Path) -> io.StringIO:
 
 
 def rename_keys(text: str) -> str:
-    """Return the text of a config with today's names for the keys that an earlier version wrote."""
-    config, changed = yaml.safe_load(text), False
+    """Return the text of a config with today's names for what an earlier version wrote. Nothing else of it changes."""
+    root, found = yaml.compose(text, yaml.SafeLoader), list[tuple[yaml.Node, str]]()
     for old, new in RENAMED.items():
         *path, name = old.split(".")
-        node = config
-        for key in path:
-            node = node.get(key) if isinstance(node, dict) else None
-        if isinstance(node, dict) and name in node:
-            node[new.rpartition(".")[2]], changed = node.pop(name), True
-    return yaml.safe_dump(config, sort_keys=False) if changed else text
+        node = root
+        for part in path:
+            node = entries(node).get(part, (None, None))[1]
+        if name in (own := entries(node)):
+            found.append((own[name][0], new.rpartition(".")[2]))
+    _, accept = entries(entries(root).get("trainer", (None, None))[1]).get("accept", (None, None))
+    if isinstance(accept, yaml.SequenceNode):
+        found += [(item, now_compared(item.value)) for item in accept.value if isinstance(item, yaml.ScalarNode)]
+    for node, new in sorted(found, key=lambda each: -each[0].start_mark.index):
+        text = text[: node.start_mark.index] + new + text[node.end_mark.index :]
+    return text
+
+
+def entries(node: yaml.Node | None) -> dict[str, tuple[yaml.Node, yaml.Node]]:
+    """Return the keys and values of a mapping, by key; empty for any other node."""
+    return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
 
 
 def refuse_cut(stored: Any) -> None:

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -183,8 +184,26 @@ def test_a_random_split_in_data_cuts_both_times_at_the_same_places():
 @pytest.mark.parametrize("batches", [iter([]), map(str, []), (i for i in [])])
 def test_an_iterator_is_no_validation_data(batches):
     assert open_source(Recipe(batches), "train", 0).given is batches
-    with refuses("recipe.data('val')", "__iter__", kind=DataError):
+    with refuses("recipe.data('val')", "used", "__iter__", kind=DataError):
         open_source(Recipe(batches), "val", 0)
+
+
+class Once:
+    """Samples that can be walked only once."""
+
+    yields_samples = True
+
+    def __init__(self) -> None:
+        self.samples = iter([1])
+
+    def __iter__(self) -> Iterator[int]:
+        return self.samples
+
+
+def test_samples_that_can_be_walked_once_are_no_validation_data_either():
+    open_source(Recipe(Once()), "train", 0)
+    with refuses("recipe.data('val')", "Once", "used", "__iter__", kind=DataError):
+        open_source(Recipe(Once()), "val", 0)
 
 
 class Augments(Recipe):

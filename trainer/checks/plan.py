@@ -11,7 +11,7 @@ from trainer.config.options import DataOptions, Options
 from trainer.config.targets import in_conf, locate
 from trainer.errors import ConfigError
 from trainer.log import log
-from trainer.other_words import RENAMED
+from trainer.other_words import now_compared
 from trainer.process.environment import node_range
 
 PASS = "epoch_samples"  # for an iterable of batches; each rank's own may have a different number
@@ -32,7 +32,7 @@ def stateful(callbacks: Mapping[str, Callback]) -> list[str]:
 def identity_without_observers(manifest: Mapping[str, Any], callbacks: Mapping[str, Callback]) -> dict[str, Any]:
     """Return a checkpoint's identity by today's names, without the observers that older versions listed."""
     settings, saved = manifest.get("settings", {}), manifest["identity"]
-    identity = {RENAMED.get(f"data.{key}", str(key)).removeprefix("data."): value for key, value in saved.items()}
+    identity = {now_compared(str(key)): value for key, value in saved.items()}
     listed = identity.get("callbacks")
     if not isinstance(listed, list):
         return identity

@@ -17,7 +17,7 @@ from trainer.annotated import (
 )
 from trainer.config.duration import Duration
 from trainer.errors import ConfigError, nearest
-from trainer.other_words import new_name
+from trainer.other_words import now_compared
 from trainer.process.environment import node_range
 
 # Settings and data that a resume compares.
@@ -148,7 +148,8 @@ class Options:
             raise ConfigError(f"trainer.overfit={self.overfit}: has batches of its own; leave limit_batches out")
         for key in self.accept:
             if key not in ACCEPTABLE:
-                fix = new_name(f"data.{key}") or nearest(key, ACCEPTABLE)
+                now = now_compared(key)
+                fix = nearest(key, ACCEPTABLE) if now == key else f"it is now {now}"
                 raise ConfigError(f"trainer.accept=[{key}]: is not a setting that a resume compares; {fix}")
         if self.clip_norm is not None and self.clip_value is not None:
             raise ConfigError(

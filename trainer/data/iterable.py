@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class Iterated:
 
     given: Any
     most: int | None = None
+    size: ClassVar[int] = 0  # the number of samples, which is unknown
 
     @property
     def fingerprint(self) -> str:
@@ -40,16 +41,11 @@ class Iterated:
         return "iterable" if self.most is None else f"iterable first {self.most}"
 
     @property
-    def size(self) -> int:
-        """The number of samples: 0, since it is unknown."""
-        return 0
-
-    @property
     def batch_size(self) -> int | None:
         """The number of samples in each batch; None if it is unknown."""
         return batch_size_of(self.given)
 
-    def order(self, shards: int, window: int) -> None:
+    def order(self, lanes: int, block: int) -> None:
         """Return None: the iterable has an order of its own."""
 
     def batches_in(self, ranks: int) -> int | None:

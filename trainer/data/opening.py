@@ -140,7 +140,7 @@ def open_data(
             )
         return map_style(data, split, transform, seed)
     if is_stream(data):
-        return Iterated(Stream(data, transform, seed))
+        return iterated(Stream(data, transform, seed), data, split)
     if isinstance(data, DataLoader) and transform is not None and not options.map:
         raise ConfigError(
             f"recipe.transform: recipe.data({split!r}) is a DataLoader, whose samples it does not get; apply it in the "
@@ -151,12 +151,17 @@ def open_data(
             f"data.map: recipe.data({split!r}) gives batches, and data.map takes samples; leave data.map out, or "
             "return a Dataset"
         )
+    return iterated(data, data, split)
+
+
+def iterated(source: Any, data: Any, split: str) -> Iterated:
+    """Return the source, unless the recipe's `data` can be validated only once."""
     if split != "train" and is_used_up(data):
         raise DataError(
             f"recipe.data({split!r}): a {type(data).__name__} is used up by the first validation; "
             "return a list of batches, or an object whose __iter__ starts over"
         )
-    return Iterated(data)
+    return Iterated(source)
 
 
 def refuse_no_data(data: Any, split: str) -> None:

@@ -47,6 +47,8 @@ class Samples:
         mixed: For a mixture, the number of shards and the weight of each data set.
     """
 
+    batch_size: int | None = None  # it has no batches of its own
+
     def __init__(
         self,
         reader: "ShardReader | MapReader",
@@ -65,10 +67,6 @@ class Samples:
     def size(self) -> int:
         """The number of samples."""
         return sum(self.counts)
-
-    @property
-    def batch_size(self) -> None:
-        return None
 
     def order(self, lanes: int, block: int) -> Order | Mixture:
         if not self.mixed:

@@ -6,7 +6,6 @@ If this torch lacks one, the public functions are called.
 """
 
 import contextvars
-import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -47,7 +46,6 @@ def defer_dynamo() -> None:
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return what torch's wrapper calls instead of `function`: the function itself while no dynamo could trace it."""
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)

@@ -78,14 +78,12 @@ class SignalListener:
         self.hear = hear
 
     def __enter__(self) -> "Self":
-        import socket
-
         self._main = threading.current_thread() is threading.main_thread()
         if self._main:
             StartupSignals.over = not isinstance(self, StartupSignals)
-            self._read, self._write = socket.socketpair()
-            self._write.setblocking(False)
-            self._fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._handlers = {number: signal.signal(number, ignore) for number in handled_signals()}
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
@@ -95,15 +93,15 @@ class SignalListener:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._fd)
-            self._write.close()
+            os.close(self._write)
 
     def _watch(self) -> None:
-        while number := self._read.recv(1):
+        while number := os.read(self._read, 1):
             if number[0] in self._handlers:
                 self.hear(number[0])
             elif number[0] == signal.SIGUSR2:
                 self.on_inspect()
-        self._read.close()
+        os.close(self._read)
 
 
 class StartupSignals(SignalListener):
