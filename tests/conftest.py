@@ -79,11 +79,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["choice"] = list(node.config.stash[CHOICE].files or ()) if CHOICE in node.config.stash else []
+    choice = node.config.stash.get(CHOICE, None)
+    node.workerinput["choice"] = None if choice is None or choice.files is None else sorted(choice.files)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if files := getattr(config, "workerinput", {}).get("choice"):
+    if (files := getattr(config, "workerinput", {}).get("choice")) is not None:
         config.stash[CHOICE] = changed.Choice(set(files), "")
 
 

@@ -15,7 +15,9 @@ TREE = {
     "tests/checks/stored/a.json": "",
     "tests/checks/test_a.py": "from trainer import a",
     "tests/conftest.py": "from support import always",
+    "tests/gpu/conftest.py": "",
     "tests/support/always.py": "",
+    "tests/support/alone.py": "",
     "tests/support/cli.py": "COMMAND = 'trainer.main'",
     "tests/test_b.py": "def test_it():\n    from trainer.b import B",
     "tests/test_command.py": "from support.cli import run\nrun(['trainer.plan=2'])",
@@ -25,6 +27,8 @@ TREE = {
     "tests/test_plan.py": "from trainer.plan import plan",
     "tests/test_read.py": "(ROOT / 'docs' / 'read.md').read_text()",
     "tests/test_report.py": "run(['report', 'runs/a'])",
+    "tests/test_toy.py": "TOY = 'recipe=toy'",
+    "tests/toy/conf/recipe/toy.yaml": "_target_: toy_recipe.Toy",
     "tests/toy/toy_recipe.py": "from trainer.a import A",
     "trainer/__init__.py": "def __getattr__(name):\n    from trainer.b import B",
     "trainer/a.py": "",
@@ -65,7 +69,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "tests"),
     [
-        ("trainer/a.py", {"tests/checks/test_a.py", "tests/test_b.py"}),  # through b
+        ("trainer/a.py", {"tests/checks/test_a.py", "tests/test_b.py", "tests/test_toy.py"}),  # through others
         ("trainer/b.py", {"tests/test_b.py"}),
         ("trainer/callbacks/seen.py", {"tests/test_command.py", "tests/test_other.py"}),  # by default, and by its name
         ("conf/callbacks/other.yaml", {"tests/test_other.py"}),
@@ -75,6 +79,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tests/checks/stored/a.json", {"tests/checks/test_a.py"}),
         ("tests/support/cli.py", {"tests/test_command.py"}),
         ("tests/test_b.py", {"tests/test_b.py"}),
+        ("tests/toy/toy_recipe.py", {"tests/test_toy.py"}),  # by the config that names it
         ("docs/page.md", {"tests/test_pages.py"}),
         ("docs/read.md", {"tests/test_pages.py", "tests/test_read.py"}),
     ],
@@ -91,7 +96,16 @@ def test_a_change_needs_the_tests_that_read_it(
 
 
 @pytest.mark.parametrize(
-    "name", ["tests/conftest.py", "tests/support/always.py", "trainer/__init__.py", "trainer/unread.py", "unknown.txt"]
+    "name",
+    [
+        "tests/conftest.py",
+        "tests/gpu/conftest.py",
+        "tests/support/alone.py",
+        "tests/support/always.py",
+        "trainer/__init__.py",
+        "trainer/unread.py",
+        "unknown.txt",
+    ],
 )
 def test_what_any_test_may_need_needs_all(tree: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tree)
@@ -123,7 +137,18 @@ def test_commits_of_the_branch_count_and_those_of_the_main_one_do_not(
     git("rm", "-qf", "trainer/b.py")
     git("commit", "-qm", "Four")
     assert choose(tree).said.endswith("any test may need trainer/b.py")
+    git("rm", "-qf", "tests/support/cli.py")
+    assert choose(tree).said.endswith("any test may need tests/support/cli.py")
+    Path("scratch.py").write_text("def")
+    assert choose(tree).said.startswith("all tests: a file can't be read (")
 
 
-def test_without_git_all_run(tmp_path: Path) -> None:
+def test_without_git_or_a_main_branch_all_run(tmp_path: Path) -> None:
     assert choose(tmp_path).files is None
+    for name, text in TREE.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    git("init", "-q", "-b", "mine")
+    git("add", ".")
+    git("commit", "-qm", "One")
+    assert "there is no branch main or origin/main" in choose(tmp_path).said and choose(tmp_path).files is None

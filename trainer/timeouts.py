@@ -45,6 +45,7 @@ AGAIN_S = 5.0  # pause after a failed download ahead of use; nobody waits for th
 
 # trainer.tools.doctor.
 MEET_S = 30.0  # until a rank connects, and until it answers; --timeout changes it
+TOPOLOGY_S = 10.0  # until nvidia-smi has printed the matrix of links
 GPUS_S = 20.0  # until the driver and torch have answered about all GPUs; some drivers load for seconds
 DISK_S = 2.0  # until a disk has written and read back a small file
 SKEW_S = 0.5  # difference between the clocks of two machines above which there is a warning

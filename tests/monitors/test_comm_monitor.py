@@ -199,6 +199,24 @@ def resumed(place: Place) -> None:
     train(place, "plain", CommMonitor(ranks=1), **RESUMED, resume="auto")
 
 
+class Agrees(Callback):
+    """Asks the other ranks in each step, with and without a time limit."""
+
+    def on_step_end(self, trainer) -> None:
+        trainer.ranks.each(trainer.step)
+        trainer.ranks.gather([trainer.step] * 7)
+
+
+def agreeing(place: Place) -> None:
+    ROWS["agreeing"] = {"agrees": Agrees}
+    train(place, "agreeing", CommMonitor())
+
+
+def test_agreements_of_ranks_are_no_traffic_of_training(tmp_path: Path) -> None:
+    run_ranks(2, agreeing)
+    assert {line["collective"] for line in lines(tmp_path / "runs", "agreeing")} == {"all_reduce"}
+
+
 def test_a_resume_cuts_the_lines_after_its_checkpoint(tmp_path) -> None:
     """With more ranks than the knob allows, only rank 0 writes."""
     run_ranks(2, stopped, timeout_s=60)

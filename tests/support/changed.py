@@ -2,8 +2,7 @@
 
 Files of the checkout are the nodes of a graph. A Python file reads what it imports anywhere, and modules, files and
 folders that its strings name, since tests start commands. Tests also read configs and tools by their names alone, as in
-`recipe=toy`. Tests that list folders of the checkout read all files, or
-all with a suffix.
+`recipe=toy`. Tests that list folders of the checkout read all files, or all with a suffix.
 """
 
 import ast
@@ -25,6 +24,7 @@ EVERY = "*"  # a node that stands for all files, as *.py for all that end so
 WHOLE = {"tests/conftest.py", "pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/test"}
 LAZY = "trainer/__init__.py"
 TEXTS = re.compile(r"docs/.*|.*\.md|LICENSE|\.gitignore")  # what only tests of pages read, unless a file names them
+TEST = re.compile(r"tests/(.*/)?test_\w+\.py")
 LISTING = {"glob", "rglob", "iterdir", "walk"}
 DOTTED, FILE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+"), re.compile(r"[\w./-]*\w\.\w+|[\w.-]+(?:/[\w.-]+)+")
 
@@ -39,10 +39,12 @@ def choose(root: Path = ROOT) -> Choice:
     """Return the files of tests that need a run for what differs from the main branch."""
     try:
         base, changed = difference(root)
-    except (OSError, subprocess.CalledProcessError) as error:
+        graph = Graph(root, listed(root))
+        files, why = graph.affected(changed)
+    except (OSError, LookupError, subprocess.CalledProcessError) as error:
         return Choice(None, f"all tests: git does not tell what has changed ({error})")
-    graph = Graph(root, listed(root))
-    files, why = graph.affected(changed)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        return Choice(None, f"all tests: a file can't be read ({error})")
     since = f"{len(changed)} files changed since {base}"
     if files is None:
         return Choice(None, f"all tests, for {since}: any test may need {why}")
@@ -67,7 +69,9 @@ def difference(root: Path) -> tuple[str, set[str]]:
     known = git(
         root, "for-each-ref", "--format=%(refname:short)%00", *(f"refs/{kind}" for kind in ("heads", "remotes"))
     )
-    main = next((name for name in MAIN if name in {ref.strip() for ref in known}), "HEAD")
+    main = next((name for name in MAIN if name in {ref.strip() for ref in known}), None)
+    if main is None:
+        raise LookupError(f"there is no branch {' or '.join(MAIN)}")
     base = git(root, "merge-base", "HEAD", main)[0].strip()
     new = git(root, "ls-files", "-z", "--others", "--exclude-standard")
     return base[:8], {*git(root, "diff", "--name-only", "--no-renames", "-z", base), *new}
@@ -82,7 +86,7 @@ class Graph:
 
     def __init__(self, root: Path, files: set[str]) -> None:
         self.root, self.files = root, files
-        self.tests = {name for name in files if re.fullmatch(r"tests/(.*/)?test_\w+\.py", name)}
+        self.tests = set(filter(TEST.fullmatch, files))
         self.modules = {module: name for name in files if name.endswith(".py") for module in modules_of(name)}
         keys = re.findall(r"^  (\w+):", (self.root / "conf" / "config.yaml").read_text(), re.MULTILINE)
         self.keys = {self.modules.get(f"trainer.{key}", "") for key in keys}  # a text means the setting, not the module
@@ -105,9 +109,9 @@ class Graph:
         found = set[str]()
         for name in sorted(changed):
             tests = above(readers, [name]) & self.tests
-            gone = name not in self.files and not name.startswith("tests/") and not TEXTS.fullmatch(name)
-            unread = not tests and not TEXTS.fullmatch(name) and not name.startswith("tests/")
-            if gone or unread or name in WHOLE | {LAZY} | own:
+            alone = TEST.fullmatch(name) or TEXTS.fullmatch(name)  # nothing else needs it
+            lost = not alone and (name not in self.files or not tests)
+            if lost or name in WHOLE | {LAZY} | own:
                 return None, name
             found |= tests | above(readers, [EVERY, f"*{Path(name).suffix}"]) & self.tests
         return found, ""
@@ -116,7 +120,7 @@ class Graph:
         """Return the files of tests/support and the others that these import, without what other folders import."""
         found, todo = set(names), list(names)
         while todo:
-            for other in self.reads(todo.pop()) - found:
+            for other in self.imports(todo.pop()) - found:
                 if other.startswith("tests/support/"):
                     found.add(other)
                     todo.append(other)
@@ -143,12 +147,18 @@ class Graph:
             found.add("conf/config.yaml")
         return found - {name}
 
+    @cache  # noqa: B019
+    def nodes(self, name: str) -> list[ast.AST]:
+        return list(ast.walk(ast.parse((self.root / name).read_text())))
+
+    def imports(self, name: str) -> set[str]:
+        return {self.modules[module] for module in imported(self.nodes(name), self.modules)} - {LAZY}
+
     def reads_as_python(self, name: str) -> set[str]:
-        nodes = list(ast.walk(ast.parse((self.root / name).read_text())))
-        found = {self.modules[module] for module in imported(nodes, self.modules)} - {LAZY}
+        nodes, found = self.nodes(name), self.imports(name)
         for path in [name, *found]:  # the packages that hold them
             found |= {f"{parent}/__init__.py" for parent in Path(path).parents} & self.files - {LAZY}
-        found |= self.beside(name)
+        found |= self.data_near(name)
         ours = name.startswith(("tests/", "scripts/"))
         if not ours:  # messages name keys and pages that the module does not read
             return found.union(*(self.modules_in(text) for text in strings(nodes) if DOTTED.fullmatch(text)))
@@ -159,7 +169,7 @@ class Graph:
             found |= below | {path} & self.files
         return found.union(listed_in(nodes))
 
-    def beside(self, name: str) -> set[str]:
+    def data_near(self, name: str) -> set[str]:
         """Return the data that lies with a module: in its folder, and in folders below without modules."""
         folder = Path(name).parent.as_posix()
         data = {path for path in self.below[folder] if not path.endswith((".py", ".md"))}
@@ -175,7 +185,7 @@ class Graph:
         found = set[str]()
         for dotted in DOTTED.findall(text):
             parts = dotted.split(".")
-            beginnings = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
+            beginnings = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
             found |= {self.modules[module] for module in beginnings if module in self.modules}
         return found - self.keys - {LAZY}
 
@@ -242,6 +252,8 @@ def fixed(node: ast.AST) -> bool:
         if isinstance(node, ast.BinOp):
             node = node.left
         elif isinstance(node, ast.Attribute | ast.Subscript):
+            if isinstance(node, ast.Attribute) and node.attr == "__file__":
+                return True
             node = node.value
         elif isinstance(node, ast.Call):
             node = node.func if isinstance(node.func, ast.Attribute) or not node.args else node.args[0]

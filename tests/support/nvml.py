@@ -29,7 +29,6 @@ class Device:
     reasons: int = 0
     pcie: tuple[int, int] = (2048, 4096)  # KiB/s: sent, received
     nvlink: list[int] = field(default_factory=lambda: [0, 0])  # KiB so far: sent, received
-    links: dict[int, str] = field(default_factory=dict)  # number -> PCI address of the GPU there
     mig: bool = False
     width: int = 16
     most_width: int = 16
@@ -142,17 +141,6 @@ def pci_info(device: Device, info: Any) -> None:
     info._obj.busId = f"0000{device.pci.upper()}".encode()
 
 
-def link_state(device: Device, link: int, active: Any) -> int | None:
-    if link >= 18 or not device.links:
-        return pynvml.NVML_ERROR_INVALID_ARGUMENT if device.links else pynvml.NVML_ERROR_NOT_SUPPORTED
-    active._obj.value = link in device.links
-    return None
-
-
-def remote(device: Device, link: int, info: Any) -> None:
-    info._obj.busId = f"0000{device.links[link].upper()}".encode()
-
-
 def mig(device: Device, current: Any, pending: Any) -> int | None:
     current._obj.value = pending._obj.value = int(device.mig)
     return None
@@ -173,8 +161,6 @@ FUNCTIONS = {
     "nvmlDeviceGetName": text("name"),
     "nvmlDeviceGetUUID": text("uuid"),
     "nvmlDeviceGetPciInfo_v3": pci_info,
-    "nvmlDeviceGetNvLinkState": link_state,
-    "nvmlDeviceGetNvLinkRemotePciInfo_v2": remote,
     "nvmlDeviceGetMigMode": mig,
 }
 

@@ -123,7 +123,8 @@ class AutoBatch(Callback):
 
         def run_parts() -> None:
             parts = Parts(kept, self.micro, self.weigh, KEY)
-            losses[:] = parts.merge(run(parts, total))
+            losses.clear()  # those of a failed try have graphs
+            losses.extend(parts.merge(run(parts, total)))
 
         while ranks := self._vote(trainer, fails(run_parts)):
             self._halve(trainer, ranks)

@@ -19,7 +19,6 @@ from trainer.errors import ConfigError
 from trainer.log import log
 from trainer.optim.partial_step import OptimizerProxy, PartialStep
 from trainer.optim.probe import refuse_coupled
-from trainer.parallel.ddp import DDP
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import SingleDevice
 
@@ -66,7 +65,7 @@ class OptimizerInBackward(Callback):
         return reduce
 
     def wrap_optimizer(self, trainer, optimizer: Optimizer) -> Any:
-        if not isinstance(trainer.strategy, DDP | SingleDevice):
+        if not isinstance(trainer.strategy, SingleDevice):
             kind = type(trainer.strategy).__name__
             raise ConfigError(
                 f"callbacks.optimizer_in_backward: needs whole gradients on each rank, and {kind} lays them out; "

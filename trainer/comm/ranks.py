@@ -44,6 +44,7 @@ class Ranks:
         self.device = pick_device(accelerator, place)
         self.backend = pick_backend(backend, self.device)
         self.timeout = timedelta(seconds=timeout_s)
+        self.own_groups = list[dist.ProcessGroup]()  # of agreements, whose messages are not those of training
         if self.world == 1:
             return
         refuse_alone(place)
@@ -63,8 +64,10 @@ class Ranks:
             )
         self.host = self.new_group("gloo")
         self.untimed = self.new_group("gloo", timedelta(days=30))
+        self.own_groups = [self.host, self.untimed]
         if self.world > RING:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
+            self.own_groups.append(self.agree_group)
         dist.barrier(self.host)  # otherwise a rank that raises soon could cut off one that is still connecting
 
     def gpus_hidden(self) -> bool:

@@ -3,6 +3,7 @@
 No other module replaces these functions. Without a listener they are torch's own.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,24 +20,25 @@ from trainer.comm.reduce import AllReduce, reducing
 
 Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]  # a function's name, the function -> itself or a wrapper
 
-# For each function of torch.distributed: the collective, the parameter with its tensors, and all parameters in order.
-# Older versions of torch lack some functions. Receives are not reported, because another rank's send is.
-FUNCTIONS: dict[str, tuple[str, str, str]] = {
-    "all_reduce": ("all_reduce", "tensor", "tensor op group async_op"),
-    "broadcast": ("broadcast", "tensor", "tensor src group async_op"),
-    "_broadcast_coalesced": ("broadcast", "tensors", "process_group tensors"),
-    "all_gather": ("all_gather", "tensor_list", "tensor_list tensor group async_op"),
-    "all_gather_single": ("all_gather", "output_tensor", "output_tensor input_tensor group async_op"),
-    "all_gather_into_tensor": ("all_gather", "output_tensor", "output_tensor input_tensor group async_op"),
-    "reduce_scatter": ("reduce_scatter", "input_list", "output input_list op group async_op"),
-    "reduce_scatter_single": ("reduce_scatter", "input", "output input op group async_op"),
-    "reduce_scatter_tensor": ("reduce_scatter", "input", "output input op group async_op"),
-    "all_to_all_single": ("all_to_all", "input", "output input output_split_sizes input_split_sizes group async_op"),
-    "send": ("send", "tensor", "tensor dst group"),
-    "isend": ("send", "tensor", "tensor dst group"),
+# For each function of torch.distributed: the collective, and the parameter with its tensors. Older versions of torch
+# lack some functions. Receives are not reported, because another rank's send is.
+FUNCTIONS = {
+    "all_reduce": ("all_reduce", "tensor"),
+    "broadcast": ("broadcast", "tensor"),
+    "_broadcast_coalesced": ("broadcast", "tensors"),
+    "all_gather": ("all_gather", "tensor_list"),
+    "all_gather_single": ("all_gather", "output_tensor"),
+    "all_gather_into_tensor": ("all_gather", "output_tensor"),
+    "reduce_scatter": ("reduce_scatter", "input_list"),
+    "reduce_scatter_single": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "all_to_all_single": ("all_to_all", "input"),
+    "send": ("send", "tensor"),
+    "isend": ("send", "tensor"),
 }
+BUILTIN = {"_broadcast_coalesced": ["process_group", "tensors"]}  # without a signature
 # On a CPU these consist of messages between two ranks.
-METHODS = {"gather": ("all_gather", "own", "self own"), "swap": ("all_to_all", "rows", "self rows")}
+METHODS = {"gather": ("all_gather", "own"), "swap": ("all_to_all", "rows")}
 
 # The functions that listeners may wrap: each name with the classes and modules that define it.
 PLACES: dict[str, tuple[Any, ...]] = {
@@ -126,8 +128,8 @@ def _shown(observe: Callable[[Call], None], name: str, function: Callable[..., A
     found = FUNCTIONS.get(name) or METHODS.get(name)
     if found is None:
         return function
-    collective, tensors, text = found
-    names = text.split()
+    collective, tensors = found
+    names = BUILTIN.get(name) or list(inspect.signature(function).parameters)
 
     @wraps(function)
     def shown(*args: Any, **kwargs: Any) -> Any:

@@ -123,8 +123,7 @@ class Groups:
 
     def __init__(self, ranks: Ranks) -> None:
         self.per_node = ranks.place.local_world
-        own = (getattr(ranks, name, None) for name in ("host", "patient", "agree_group"))
-        self.own = {group.group_name for group in own if group is not None}
+        self.own = {group.group_name for group in ranks.own_groups}
         self.known: dict[str, tuple[str, int]] = {}  # by name: a group that is held here could not be destroyed
 
     def describe(self, group: dist.ProcessGroup) -> tuple[str, int]:

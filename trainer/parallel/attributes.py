@@ -83,6 +83,7 @@ def note_changes(steps: Iterator[Any], recipe: Any, module: nn.Module) -> Iterat
 
 
 def state_of(places: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[Tensor, int]]]:
+    """Return the tensors of each attribute, each with its number of changes in place."""
     values = {f"{owner}.{name}": tensors(value) for owner, own in places.items() for name, value in plain(own)}
     return {name: [(each, each._version) for each in found] for name, found in values.items()}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.nvml import Device, Library, loaded
 
+from trainer import timeouts
 from trainer.tools.doctor import gpus
 from trainer.tools.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from trainer.tools.doctor.report import differences
@@ -182,11 +183,16 @@ def test_a_gpu_alone_has_no_matrix(tmp_path, monkeypatch):
 
 
 def test_an_nvidia_smi_that_fails_or_is_missing(sys, tmp_path, monkeypatch):
-    (failed,) = links(tmp_path, monkeypatch, "exit 9")
-    assert failed.level == NOTE and "status 9" in failed.consequence
+    for script, reason in {"exit 9": "ended with code 9", "echo no driver >&2; exit 1": "no driver"}.items():
+        (failed,) = links(tmp_path, monkeypatch, script)
+        assert failed.level == NOTE and failed.consequence == f"nvidia-smi topo -m: {reason}"
+    monkeypatch.setattr(timeouts, "TOPOLOGY_S", 0.2)
+    (slow,) = links(tmp_path, monkeypatch, f"echo $$ > {tmp_path}/pid; exec sleep 60")
+    assert slow.level == NOTE and slow.consequence == "nvidia-smi topo -m: no answer within 0.2 s"
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
     monkeypatch.setenv("PATH", str(tmp_path / "none"))  # empty would be the folder of the test
     (missing,) = [finding for finding in examine(sys, free(pci=ONE)) if finding.subject == "links"]
-    assert missing.level == NOTE and "No such file or directory: 'nvidia-smi'" in missing.consequence
+    assert missing.level == NOTE and missing.consequence == "nvidia-smi topo -m: No such file or directory"
 
 
 def test_gpus_without_a_driver_and_none_at_all(sys, tmp_path):

@@ -115,7 +115,9 @@ def test_auto_computes_in_what_a_run_takes_there(machine: Cluster, precision: st
 )
 def test_the_state_of_the_chosen_optimizer(optimizer: dict[str, Any], tensors: float) -> None:
     work = count(config(**optimizer), H100, ScaleOptions())
-    assert work.workload.state_bytes == pytest.approx(4 * (2 + tensors) * ALL, rel=0.01) and work.unknown == ()
+    assert work.workload.state_bytes == pytest.approx(4 * (2 + tensors) * ALL, rel=0.01)
+    differs = "optimizer: its state is counted at 2 numbers a parameter, and some have 1"
+    assert work.unknown == ((differs,) if "Muon" in optimizer["_target_"] else ())
     seconds = (12 + 8 * tensors) * ALL / H100.memory_bytes_per_s
     assert work.workload.optimizer_s == pytest.approx(seconds, rel=0.01)
 

@@ -28,6 +28,6 @@ def serve(place: Place, task: dict[str, Any]) -> dict[str, Any]:
 def test_tasks(kind: str, key: str, tmp_path: Path) -> None:
     config = toy_config()
     own = of_trial(alone(config, 2) if kind == "profile" else config, tmp_path / "own", 1, 60, 6)
-    task = {"kind": kind, "config": own, "folder": str(tmp_path / "own"), "warm": 1, "steps": 2, "codecs": False}
-    answers = run_ranks(2, serve, {**task, "folder": str(tmp_path / "own")})
+    task = {"kind": kind, "config": own, "folder": str(tmp_path / "own"), "warm": 1, "steps": 2, "lossy": False}
+    answers = run_ranks(2, serve, task)
     assert all(key in answer for answer in answers)

@@ -178,9 +178,8 @@ def undominated(states: dict[int, tuple[float, int]], capacity: float) -> dict[i
             left[taken], best = state, state[0]
     if len(left) <= STATES:
         return left
-    bins = {
-        int(taken / capacity * (STATES - 1)): taken for taken in left
-    }  # per bin, the state that saves the most seconds
+    # Of each bin, the state that saves the most seconds.
+    bins = {int(taken / capacity * (STATES - 1)): taken for taken in left}
     return {taken: left[taken] for taken in bins.values()}
 
 

@@ -36,6 +36,7 @@ class SignedMean:
         self.server_error = server.of(self.own, self._cut(self.worker_error)[rank])
 
     def __call__(self, flat: Tensor) -> Tensor:
+        """Replace `flat` by its mean over the ranks, as far as it is sent. A collective."""
         self.worker_error += flat
         sent = [self._encode(*shard) for shard in zip(self._cut(self.worker_error), self.shards, strict=True)]
         rows = self.ends.swap(pad_sequence(sent, batch_first=True))

@@ -73,9 +73,8 @@ class PipelineParallel(Callback):
         run_ahead: PositiveInt = 1,
     ) -> None:
         self.exact = schedule != ASYNC
-        self.provides = (
-            frozenset() if self.exact else frozenset({"defers"})
-        )  # a step applies the previous batch's gradients
+        # In `ASYNC`, a step applies the previous batch's gradients.
+        self.provides = frozenset() if self.exact else frozenset({"defers"})
         if run_ahead > 1 and schedule != ASYNC:
             raise ConfigError(
                 f"{KEY}.run_ahead={run_ahead}: is for {KEY}.schedule={ASYNC}, and schedule={schedule}; set it to 1"
@@ -100,9 +99,10 @@ class PipelineParallel(Callback):
 
     def cost(self) -> Cost:
         cut = None if isinstance(self.cut, str) else tuple(self.cut)
-        knobs: dict[str, Any] = {"schedule": self.schedule, "cut": cut, "run_ahead": self.run_ahead}
         factor = SPLIT if self.schedule in SPLITTING else 1.0
-        return PipelineCost(stages=self.stages, backward_factor=factor, **knobs)
+        return PipelineCost(
+            stages=self.stages, backward_factor=factor, schedule=self.schedule, cut=cut, run_ahead=self.run_ahead
+        )
 
     def build_model(self, trainer, build: Callable[[], nn.Module]) -> nn.Module:
         if trainer.device.type == "cuda" and trainer.ranks.backend == "gloo":

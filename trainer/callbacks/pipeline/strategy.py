@@ -114,9 +114,8 @@ class Pipeline:
         model.forward = partial(self._forward, self.gates, self.full)
         self.schedule: Any = None
         self.pass_: Pass | None = None
-        self.metas: dict[
-            int, tuple[tuple[int, ...], torch.dtype]
-        ] = {}  # form of each stage's output; fixed once there is a schedule
+        # The form of each stage's output, fixed once there is a schedule.
+        self.metas: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
         self._lay_out(blocks)
 
     def _lay_out(self, blocks: Sequence[nn.Module]) -> None:

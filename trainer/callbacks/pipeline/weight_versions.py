@@ -11,7 +11,7 @@ class Version:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.leaves = [nn.Parameter(p.data) for p in parameters]
-        self.apart = False
+        self.apart = False  # whether the parameters have other memory by now
 
 
 class WeightVersions:

@@ -44,9 +44,8 @@ class Int8(Codec):
         assert isinstance(reduce, AllReduce) and reduce.size == self.ranks
         noise = self._generator(flat.device, bucket) if self.stochastic else None
         own = -(-flat.numel() // (self.block * self.ranks))  # blocks in a shard
-        records = torch.empty(
-            self.ranks * own, 4 + self.block, dtype=torch.uint8, device=flat.device
-        )  # scale and codes
+        # A record is a scale and the codes of a block.
+        records = torch.empty(self.ranks * own, 4 + self.block, dtype=torch.uint8, device=flat.device)
         for chunk in chunks(len(records), flat.device, self.block):
             part, x = self._blocks(flat, chunk)
             quantise(x, records[chunk], noise)

@@ -61,7 +61,7 @@ def size(tensors: Iterable[Tensor]) -> int:
 def count_state(
     optimizer: Optimizer, parameters: Iterable[Tensor], new_optimizer: Callable[[nn.Module], Optimizer]
 ) -> tuple[int, bool]:
-    """Return the bytes of the optimizer's state; before its first step, a prediction and True.
+    """Return the bytes of the optimizer's state; before its first step, an upper bound by prediction and True.
 
     `parameters` are those that this rank steps. Those in bf16 have a float32 state, too.
     """

@@ -108,11 +108,11 @@ class Memory(Callback):
         try:
             ways = advise(use, setting(trainer, use))
         except Exception as failure:  # of a user's callback, which is asked what it goes with
-            log.warning("memory: no advice, because a callback failed: %s", failure)
-            return
+            log.warning("memory: no advice about callbacks: %s: %s", type(failure).__name__, failure)
+            ways = ""
         if trainer.device.type == "cuda":
             ways = "; ".join(filter(None, [self._unused(trainer, use), ways]))
-        error.advice = f"{use}; try {ways}"
+        error.advice = f"{use}; try {ways}" if ways else str(use)
         if self.snapshot and trainer.device.type == "cuda":
             error.advice += f"; snapshot for pytorch.org/memory_viz: {snapshot_file(trainer)}"
 

@@ -29,11 +29,11 @@ end it."""
 
 
 def examine(place: Place, folder: Path) -> Iterator[Finding]:
-    """Yield the findings of this rank; disks are examined by the first rank of each machine."""
+    """Yield the findings of this rank; the first rank of each machine examines disks and links."""
     yield from machine.examine(place.world, place.local_world)
     yield from software.examine()
     yield from network.examine(place.local_world, place.world // place.local_world)
-    yield from gpus.examine()
+    yield from gpus.examine(first=place.local_rank == 0)
     if place.local_rank == 0:
         yield from disk.examine(folder)
 

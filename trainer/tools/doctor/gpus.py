@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from trainer import timeouts
+from trainer.errors import printable
 from trainer.monitors.gpu_monitor import nvml
 from trainer.process.affinity import numa_node_of
 from trainer.process.cgroup import SYS
@@ -20,13 +21,16 @@ OTHERS = 0.1  # share of a GPU's memory that others may use without a warning
 WIDTHS = ("nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkWidth")
 
 
-def examine(sys: Path = SYS) -> Iterator[Finding]:
-    """Yield the driver, each GPU, the matrix of links, and what keeps torch from using them."""
+def examine(sys: Path = SYS, first: bool = True) -> Iterator[Finding]:
+    """Yield the driver, each GPU, what keeps torch from using it, and on a machine's first rank the links."""
     late = Finding(
         "GPUs", f"no answer within {timeouts.GPUS_S:g} s", ERROR, "a run would wait for them, too",
         "see whether nvidia-smi answers, and the kernel's log for Xid; restart the machine",
     )  # fmt: skip
-    yield from in_time(timeouts.GPUS_S, late, examine_gpus(sys))
+    found = list(in_time(timeouts.GPUS_S, late, examine_gpus(sys)))
+    yield from found
+    if first and any(finding.subject == "NVIDIA driver" for finding in found):
+        yield from links()
 
 
 def examine_gpus(sys: Path) -> Iterator[Finding]:
@@ -47,7 +51,6 @@ def examine_gpus(sys: Path) -> Iterator[Finding]:
             yield Finding("GPUs", "none found", NOTE, reason)
     yield from (finding for finding, _ in shown)
     yield from kinds(kind for _, kind in shown if kind)
-    yield from links() if shown else ()
     yield from of_torch(len(shown))
 
 
@@ -133,12 +136,20 @@ def asked(library: ModuleType, function: str, handle: Any) -> Any:
 def links() -> Iterator[Finding]:
     """Yield the lines of nvidia-smi's matrix of GPUs and network cards, if there are several devices."""
     command = ["nvidia-smi", "topo", "-m"]
+    text, reason = "", ""
     try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeouts.GPUS_S).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        yield Finding("links", "unknown", NOTE, f"{' '.join(command)}: {error}")
-        return
-    if len(re.findall(r"^(?:GPU|NIC)\d+\t", text, re.MULTILINE)) > 1:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.TOPOLOGY_S)
+        text = done.stdout
+        if done.returncode:
+            reason = (done.stderr or text).strip().partition("\n")[0] or f"ended with code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {timeouts.TOPOLOGY_S:g} s"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason:
+        why = f"{' '.join(command)}: {printable(reason)}"
+        yield Finding("links", "unknown", NOTE, why, "see whether nvidia-smi works")
+    elif len(re.findall(r"^(?:GPU|NIC)\d+\t", text, re.MULTILINE)) > 1:
         lines = re.sub(r"\x1b\[\d*m", "", text).expandtabs().splitlines()  # the header is underlined
         yield from (Finding("links", line.rstrip()) for line in lines if line.strip())
 

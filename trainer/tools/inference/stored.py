@@ -72,11 +72,13 @@ def on_ranks(arguments: argparse.Namespace, function: Callable[[Request], Any]) 
 
 
 def evaluate(request: Request) -> dict[str, float]:
+    """Return the metrics of the request's data. A collective."""
     with opened(request) as (reads, model):
         return reads.evaluate(model, request.split)
 
 
 def predict(request: Request) -> Predictions:
+    """Return the predictions for the request's data. A collective."""
     with opened(request) as (reads, model):
         return reads.predict(model, request.split)
 

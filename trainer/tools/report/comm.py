@@ -61,6 +61,7 @@ def read_comm(path: Path) -> tuple[list[Exchange], str]:
 
 
 def add_time(one: Exchange, rank: int, count: float, seconds: float, line: dict[str, Any]) -> None:
+    """Add `count` calls of `seconds` on average."""
     time = seconds * count
     one.timed, one.seconds = one.timed + count, one.seconds + time
     algbw, busbw = (number(line.get(key)) for key in ("algbw", "busbw"))

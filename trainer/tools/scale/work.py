@@ -97,9 +97,11 @@ def computed_in(precision: str, cluster: Cluster) -> str:
 
 
 def kept_by(new_optimizer: Callable[[nn.Module], Optimizer]) -> tuple[float, list[str]]:
-    """Return the numbers that the optimizer keeps per parameter, and a line if that is unknown."""
+    """Return the numbers that the optimizer keeps per parameter, and a line if they are unknown or differ."""
     try:
-        return state_share(new_optimizer, torch.device("cpu")), []
+        most, least = (state_share(new_optimizer, torch.device("cpu"), choose) for choose in (max, min))
+        differs = [f"optimizer: its state is counted at {most:.2g} numbers a parameter, and some have {least:.2g}"]
+        return most, differs if least < most else []
     except Exception as error:  # of an optimizer that only steps its recipe's model
         reason = printable(f"{type(error).__name__}: {error}".splitlines()[0])
         return ADAMW, [f"optimizer: its state is unknown ({reason}); two numbers a parameter are taken, as of AdamW"]

@@ -31,7 +31,7 @@ class TuneOptions:
     def __post_init__(self) -> None:
         check_fields(self, "tune.")
         known = {path.stem for path in (CONF / "callbacks").glob("*.yaml")}
-        for name in set(self.without) - known:
+        for name in sorted({*self.without} - known):
             raise ConfigError(f"tune.without={name}: no such callback; {nearest(name, known)}")
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ConfigError(f"tune.name={self.name}: must be the name of a file: letters, digits, '.', '-' and '_'")
