@@ -76,7 +76,7 @@ def test_another_model_cannot_be_accepted():
 
 def test_all_differences_are_told_at_once():
     make().fit()
-    with refuses("trainer.resume", "0", "7", "12", "24"):
+    with refuses("trainer.resume", "seed", "0", "7", "batch", "12", "24", "'trainer.accept=[seed,batch]'"):
         make(batch=24, seed=7, resume="auto")
 
 

@@ -163,7 +163,7 @@ def test_a_refused_run_leaves_no_folder_of_its_own(run_dir, made):
 def test_a_folder_that_is_refused_leaves_none_for_checkpoints():
     Path("mine").mkdir()
     Path("mine/file").write_text("precious")
-    with refuses("trainer.run_dir=mine", "trainer.run_dir"):
+    with refuses("trainer.run_dir=mine", "not a run's"):
         make(run_dir="mine")
     assert everything() == {"mine": None, "mine/file": b"precious"}
 

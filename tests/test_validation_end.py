@@ -130,7 +130,7 @@ def test_a_metric_of_the_end_is_watched_and_another_is_refused_before_step_1(key
 @pytest.mark.parametrize("value", [{"f1": 0.5}, {"f1": ("0.5", 1)}, None])
 def test_a_value_that_is_no_sum_and_count_is_refused_by_the_methods_name(value, monkeypatch):
     monkeypatch.setattr(Ends, "validation_end", lambda recipe, model: value)
-    with refuses("recipe.validation_end()", "returned"):
+    with refuses("recipe.validation_end()", "(sum, count)"):
         made(Place(), Ends())
 
 

@@ -145,7 +145,7 @@ def test_damage_and_trouble_are_two_things(run: Path, monkeypatch: pytest.Monkey
         resolve("auto", run.parent, run)
     assert exit_code(error.value) == 1  # may pass, so it is started again
     fail(errno.EACCES)
-    with refuses("trainer.resume=auto", "trainer.resume=null"):
+    with refuses("trainer.resume=auto", "Permission denied", "readable", "trainer.resume=null"):
         resolve("auto", run.parent, run)
     assert steps(run) == [1, 2]
     fail(errno.EIO, times=2)

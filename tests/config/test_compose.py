@@ -211,7 +211,7 @@ def test_bytes_that_the_locale_does_not_read_are_named(monkeypatch):
     """In a C locale the shell's UTF-8 arrives as surrogates, which no quotes help."""
     monkeypatch.setattr(sys, "argv", ["echelon"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets it
-    with refuses("trainer.run_dir=runs/gr??n", "8", "LC_ALL=C.UTF-8"):
+    with refuses("trainer.run_dir=runs/gr??n", "bytes", "LC_ALL=C.UTF-8"):
         compose(["trainer.run_dir=runs/gr\udcc3\udcb6n"], [CONF])
 
 

@@ -66,7 +66,7 @@ def test_minutes_are_not_steps():
 
 
 def test_epochs_need_a_known_length():
-    with refuses("trainer.max_epochs=2 epochs", "samples"):
+    with refuses("trainer.max_epochs=2 epochs", "length"):
         Duration(2, "epochs").steps("trainer.max_epochs", 32, None)
     assert Duration(64, "samples").steps("key", 32, None) == 2
 

@@ -53,7 +53,7 @@ def test_a_mapping_of_weights_is_a_mixture(tmp_path):
 
 
 def test_no_data_set_at_all_is_said_so():
-    with refuses("recipe.data('val')", "returned", kind=DataError):
+    with refuses("recipe.data('val')", "empty", "name", kind=DataError):
         open_source(Recipe({}), "val", 0)
 
 

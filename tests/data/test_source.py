@@ -172,7 +172,8 @@ def test_a_stream_is_walked_to_its_second_batch(world):
 def test_a_resume_with_another_limit_is_refused():
     iterated(Place(), "batches", 2)
     for limit in (3, None):
-        with refuses("trainer.resume", "iterable", "'trainer.accept=[data]'"):
+        now = f"iterable first {2 * limit}" if limit else "iterable"
+        with refuses("trainer.resume", "data", "iterable first 4", now, "'trainer.accept=[data]'"):
             iterated(Place(), "batches", 4, "auto", limit)
 
 
@@ -206,7 +207,7 @@ def test_a_mixture_gives_the_first_samples_of_each_data_set_by_weight():
 
 
 def test_limits_that_contradict_each_other_are_refused():
-    with refuses("trainer.overfit=1", "limit_batches"):
+    with refuses("trainer.overfit=1", "own", "leave limit_batches out"):
         Options(overfit=1, limit_batches=LimitOptions(train=1))
-    with refuses("trainer.limit_batches.validation=0", "1"):
+    with refuses("trainer.limit_batches.validation=0", "at least 1"):
         LimitOptions(validation=0)

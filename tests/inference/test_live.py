@@ -148,7 +148,7 @@ def test_what_has_no_order_or_no_data_is_refused():
     trainer = make(Place())
     with refuses("predict", "recipe.data"):
         trainer.predict("list")
-    with refuses("recipe.data('none')", "return"):
+    with refuses("recipe.data('none')", "None", "split"):
         trainer.evaluate("none")
     trainer.recipe = Toy()
     with refuses("recipe", "'predict'"):

@@ -164,9 +164,9 @@ def test_refusals(groups, optimizer, told):
 
 
 def test_what_a_recipe_gives_is_checked():
-    with refuses("recipe.parameter_groups()=None", "groups"):
+    with refuses("recipe.parameter_groups()=None", "a list"):
         made(recipe=Recipe(lambda model: None))
-    with refuses("recipe.parameter_groups().0={'match'", "parameter"):
+    with refuses("recipe.parameter_groups().0={'match'", "params"):
         made(recipe=Recipe(lambda model: [{"match": "head.*"}]))
     with refuses("recipe.parameter_groups().0.params", "3", "model.parameters()"):
         made(recipe=Recipe(lambda model: [{"params": [torch.ones(3)]}]))

@@ -91,7 +91,7 @@ def test_warm_up_is_a_duration(warmup, steps):
 
 
 def test_warm_up_in_minutes_is_refused():
-    with refuses("schedule.warmup=5 minutes", "samples"):
+    with refuses("schedule.warmup=5 minutes", "number"):
         Constant("5 minutes").resolve(None, 32, None)
 
 

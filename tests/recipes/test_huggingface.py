@@ -302,7 +302,7 @@ def test_a_folders_lists_name_no_file_elsewhere(there, tmp_path, monkeypatch):
     """transformers and datasets would read it."""
     write_bert(tmp_path)
     (tmp_path / "bert" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": there}}))
-    with refuses("recipe.model=bert", "folder"):
+    with refuses("recipe.model=bert", there):
         HuggingFace("bert", "films.jsonl").model()
     saved = tmp_path / "saved"
     saved.mkdir()

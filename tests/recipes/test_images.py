@@ -193,7 +193,7 @@ def test_a_file_that_is_no_image_counts_as_damaged_and_one_that_is_gone_does_not
 def test_the_image_of_a_sample_of_a_shard():
     image = ramp(2, 2)
     assert image_of({"__key__": "0", "cls": 1, "png": image}) is image_of({"image": image}) is image
-    with refuses("recipe", "samples"):
+    with refuses("recipe", "image", "jpg"):
         image_of({"__key__": "0", "cls": 1, "txt": "a"})
 
 

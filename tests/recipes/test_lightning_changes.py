@@ -111,7 +111,7 @@ def refused(place: Place, name: str) -> str:
 
 
 def test_a_group_that_a_resume_would_lack_is_refused():
-    with refuses("optimizer", "13"):
+    with refuses("optimizer", "group", "13"):
         by_echelon(module_that(group), numbers(), max_epochs=3)
 
 

@@ -53,7 +53,7 @@ def test_intensities_are_normalised_in_each_channel() -> None:
 
 
 def test_other_shapes_are_damage() -> None:
-    with refuses("x", "8", "9", "9", "8", kind=DataError):
+    with refuses("x", "(8, 9)", "(9, 8)", kind=DataError):
         make_sample(np.zeros((8, 9)), np.zeros((9, 8)), 2, 2, "x")
     with refuses("x", "differ", kind=DataError):
         make_sample(np.zeros((8, 9)), np.zeros((8, 9, 2)), 3, 2, "x")

@@ -242,7 +242,7 @@ def test_nothing_is_written_through_a_lock(caplog: pytest.LogCaptureFixture) -> 
 def test_a_manifest_of_something_else_is_refused(wrong: dict[str, Any]) -> None:
     manifest = {key: value for key, value in {**RUN, **wrong}.items() if value is not None}
     commit(Path("ckpt/r"), 1, {"state.json": memoryview(b"{}")}, manifest)
-    with refuses("trainer.resume", "manifest"):
+    with refuses("trainer.resume", "valid"):
         make(resume="ckpt/r")
 
 

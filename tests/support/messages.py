@@ -9,10 +9,11 @@ from trainer.errors import ConfigError
 
 
 def refuses(key: str, *named: str, kind: type[Exception] = ConfigError) -> Any:
-    """Expect an error whose message begins with a key, or KEY=VALUE, and has the other texts in this order.
+    """Expect an error `KEY: ...` or `KEY=VALUE: ...` that has the other texts in this order, after key and value.
 
     Args:
         named: Values, names, settings and commands of the reason and of the fix.
     """
+    value = "" if "=" in key else r"(=[^\n]*?)?"
     rest = "".join(f".*{re.escape(text)}" for text in named)
-    return pytest.raises(kind, match=rf"(?s)^{re.escape(key)}(?![\w.]){rest}")
+    return pytest.raises(kind, match=rf"(?s)^{re.escape(key)}{value}: {rest}")

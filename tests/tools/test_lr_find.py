@@ -168,7 +168,7 @@ def test_a_wrong_option_is_told(wrong: dict[str, Any], told: str) -> None:
 def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     options = {"min": 1e-7, "max": 10.0, "steps": 100, "limit_s": 60.0, "json": None, "png": tmp_path / "a.png"}
-    with refuses("--png", "--png"):
+    with refuses("--png", "matplotlib"):
         lr_find.refuse(Namespace(**options))
 
 

@@ -171,4 +171,5 @@ def refuse_differences(saved: Mapping[str, Any], own: Mapping[str, Any], accept:
 
 
 def short(value: Any) -> str:
-    return value[:12] if isinstance(value, str) else str(value).replace("'", "")
+    """Return the beginning of a hash, or of a text that may be a stranger's."""
+    return value[: 12 if len(value) == 64 else 40] if isinstance(value, str) else str(value).replace("'", "")

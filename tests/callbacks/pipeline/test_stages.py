@@ -195,9 +195,9 @@ def test_a_model_that_is_no_row_of_blocks_is_refused(build: type[nn.Module], sta
 
 def test_blocks_must_differ_and_suffice():
     layer = Layer()
-    with refuses("callbacks.pipeline", "parameters", "recipe.blocks()"):
+    with refuses("callbacks.pipeline", "share", "recipe.blocks()"):
         check_blocks([layer, Layer(), layer], 2)
-    with refuses("callbacks.pipeline.stages", "3", "2"):
+    with refuses("callbacks.pipeline.stages", "3 stages", "2 blocks"):
         check_blocks([Layer(), Layer()], 3)
     check_blocks([Layer(), Layer()], 2)
 
@@ -228,5 +228,5 @@ def test_a_block_must_return_a_tensor():
     net = Tower()
     net.layers[0].forward = lambda hidden, mask=None: (hidden,)
     gates = partial(StageGates(blocks_of(net), Layout((0, 2), 4, 2)).run, 0, None)
-    with refuses("callbacks.pipeline", "returns"):
+    with refuses("callbacks.pipeline", "tuple"):
         gates(lambda: net(x_of(net)))

@@ -59,7 +59,7 @@ def test_a_folder_is_no_file_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_matplotlib_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("sys.argv", ["scale", "--png", "a.png"])
-    with refuses("--png", "--png"):
+    with refuses("--png", "matplotlib"):
         command()
 
 

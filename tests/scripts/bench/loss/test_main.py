@@ -56,7 +56,7 @@ def test_a_second_run_trains_what_is_missing_and_a_failure_costs_no_other(
     trained = ["train bf16", "train dgc", "train overlap+powersgd-longer"]
     assert [row for row, _ in Fake.asked if row.startswith("train")] == trained
     assert again["curves"]["dgc"][-1][0] == 7 and again["curves"]["overlap+powersgd-longer"][-1][0] == 8  # 7.7
-    with refuses("--json", "'steps'", "'steps'"):
+    with refuses(f"--json {file}", "'steps': 7", "'steps': 8"):
         Settings("tiny", 8, False).record(file)
 
 
