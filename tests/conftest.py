@@ -33,6 +33,7 @@ if importlib.util.find_spec("hypothesis"):  # its wheels are of one Python: scri
     settings.load_profile("echelon")
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as Echelon and monai set it; read at cuBLAS's first call
+FROZEN = [0]  # the number of modules at each freeze
 LOADED = 200  # modules after which those that are there are frozen again
 GRACE_S = 3.0  # for processes that are just ending
 SHARED = ("resource_tracker", "forkserver", "torch_shm_manager", "compile_worker")
@@ -150,13 +151,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line("\n".join(recovered))
 
 
-def freeze_modules(frozen: list[int] = [0]) -> None:  # noqa: B006 it is kept
+def freeze_modules() -> None:
     """Keep collections of garbage from going through the modules that tests have loaded."""
-    if len(sys.modules) > frozen[0] + LOADED:
-        if frozen[0]:  # else there is no garbage yet
+    if len(sys.modules) > FROZEN[-1] + LOADED:
+        if FROZEN[-1]:  # else there is no garbage yet
             gc.collect()
         gc.freeze()
-        frozen[0] = len(sys.modules)
+        FROZEN.append(len(sys.modules))
 
 
 def children() -> set[int]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from support.quick import quick
 
 from trainer.config.compose import compose
 from trainer.config.folders import CONF
@@ -54,7 +53,7 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("key", quick(hydras_settings(), 5))
+@pytest.mark.parametrize("key", hydras_settings())
 def test_no_key_of_hydras_own_imports_a_name(hydra_of_a_stranger, key: str) -> None:
     """Each gets a stranger's names, as an argument and in a file, for a run of each value."""
     hydra_of_a_stranger("-m", "batch=8,16", f"++hydra.{key}={NAMES}")

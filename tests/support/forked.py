@@ -179,7 +179,10 @@ def become(module: str, arguments: list[str], cwd: str, env: dict[str, str]) -> 
 
 
 def compose_once() -> None:
-    """Load what Hydra loads late and fill the caches of its grammars. Of what it keeps of a config, nothing stays."""
+    """Load what Hydra loads late and fill the caches of its grammars. Of what it keeps of a config, nothing stays.
+
+    A warning that Python shows once per place is shown here, and not in the run.
+    """
     from hydra.core.singleton import Singleton
 
     from trainer.config.compose import compose

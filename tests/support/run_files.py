@@ -51,15 +51,8 @@ def synthetic_run(
             "host/ram_gib": about(61, 0.01),
         })  # fmt: skip
         if n % 20 == 0:
-            metrics.append(
-                {
-                    "step": step,
-                    "samples": step * 256,
-                    "seconds": round(step * 0.0131, 3),
-                    "val/loss": loss + 0.1,
-                    "val/accuracy": 0.2 + 0.6 * part,
-                }
-            )
+            at = {"step": step, "samples": step * 256, "seconds": round(step * 0.0131, 3)}
+            metrics.append({**at, "val/loss": loss + 0.1, "val/accuracy": 0.2 + 0.6 * part})
         for rank in range(ranks):
             for bucket, size in enumerate((1 << 20, 25 << 20, 25 << 20)):
                 seconds = about(size / 30e9)
@@ -70,42 +63,36 @@ def synthetic_run(
     write_lines(folder / "metrics.jsonl", metrics)
     write_lines(folder / "step_times.jsonl", times)
     write_lines(folder / "comm.jsonl", comm)
-    last, began = logged * every, 1_790_000_000.0
-    lines: list[dict[str, Any]] = [{"time": began, "step": 0, "event": "start", "ranks": ranks, "device": "cuda"}]
-    for n in range(1, 5):
-        at = last * n // 5
-        lines.append(
-            {
-                "time": began + at * 0.0131,
-                "step": at,
-                "event": "checkpoint",
-                "seconds": 1.4,
-                "stall": 0.03,
-                "bytes": 1 << 30,
-            }
-        )
+    write_lines(folder / "events.jsonl", events(logged * every, ranks))
+    write_about(folder, logged * every, ranks, {"lr": lr}, seed, config)
+    return folder
+
+
+def events(last: int, ranks: int) -> list[dict[str, Any]]:
+    """The lines of a run of `last` steps, which skips a step and restarts once."""
+    began, start = 1_790_000_000.0, {"ranks": ranks, "device": "cuda"}
+    lines: list[dict[str, Any]] = [{"time": began, "step": 0, "event": "start", **start}]
+    written = {"event": "checkpoint", "seconds": 1.4, "stall": 0.03, "bytes": 1 << 30}
+    lines += [{"time": began + at * 0.0131, "step": at, **written} for at in (last * n // 5 for n in range(1, 5))]
     lines.append({"time": began + 60, "step": last // 2, "event": "skip", "first": last // 2, "why": "loss not finite"})
-    lines.append(
-        {"time": began + 70, "step": last * 3 // 5, "event": "restart", "attempt": 1, "ranks": ranks, "device": "cuda"}
-    )
+    lines.append({"time": began + 70, "step": last * 3 // 5, "event": "restart", "attempt": 1, **start})
     lines.append({"time": began + 140, "step": last, "event": "stop", "reason": "max_steps", "seconds": last * 0.0131})
-    write_lines(folder / "events.jsonl", lines)
+    return lines
+
+
+def write_about(
+    folder: Path, last: int, ranks: int, optimizer: dict[str, Any], seed: int, config: dict[str, Any]
+) -> None:
+    """Write an advice, the config and the summary."""
     write_lines(folder / "advice.jsonl", [{
         "step": last // 3, "name": "communication", "value": 0.35, "limit": 0.3,
         "text": "exposed communication is 0.35 of compute, and 0.3 is the limit: overlap it, or send less",
         "config": "+callbacks=[overlap]",
     }])  # fmt: skip
-    lines_of_config = {"batch": 256, "optimizer": {"lr": lr}, "trainer": {"max_steps": last, "seed": seed}, **config}
-    (folder / "config.yaml").write_text(json.dumps(lines_of_config))  # JSON is YAML
-    summary = {
-        "stopped": "max_steps",
-        "steps": last,
-        "ranks": ranks,
-        "device": "NVIDIA H100 80GB HBM3",
-        "precision": "bf16",
-    }
-    (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
+    own = {"batch": 256, "optimizer": optimizer, "trainer": {"max_steps": last, "seed": seed}, **config}
+    (folder / "config.yaml").write_text(json.dumps(own))  # JSON is YAML
+    summary = {"stopped": "max_steps", "steps": last, "ranks": ranks, "device": "NVIDIA H100 80GB HBM3"}
+    (folder / "summary.json").write_text(json.dumps({**summary, "precision": "bf16"}))
 
 
 def long_metrics(file: Path, steps: int) -> None:

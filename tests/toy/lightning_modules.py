@@ -230,14 +230,6 @@ class EpochEnd(Classifier):
         self.log("train_batches", float(self.batches))
 
 
-class Updated(EpochEnd):
-    """Logs a metric that has no value of the batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        self.log("train_acc", self.trained)
-        return super().training_step(batch, batch_idx)
-
-
 class AtTheEnd(Classifier):
     """Logs at the end of a validation: a metric alone, a mean of what it has kept, and a collection's numbers."""
 

@@ -214,7 +214,7 @@ def test_a_file_that_was_written_again_is_another_shard() -> None:
     assert samples(again) == samples(Index.open(plain[1:2])) and len(kept()) == 1
 
 
-def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_written_while_it_is_read_is_refused() -> None:
     plain = write(Path("plain"))
     [path] = pack(plain[:1], Path("packed"))
     found = find_shards(str(path), DataOptions(cache_dir="cache"))
