@@ -43,8 +43,11 @@ def test_driver_gpus_and_a_torch_that_can_not_use_them(sys):
     assert (driver.subject, driver.value) == ("NVIDIA driver", "580.65.06, up to CUDA 13.0")
     assert first.value == "NVIDIA H100 80GB HBM3, 80 GiB, PCI 0000:3b:00.0, NUMA node 0, PCIe x16" and first.level == OK
     assert second.value.endswith("PCI 0000:af:00.0, NUMA node 1, PCIe x16, MIG")
-    none = rest[-1]
+    none, links = rest[-2:]
     assert (none.subject, none.level) == ("GPUs of torch", WARNING) and "is a CPU build" in none.consequence
+    assert links.subject == "links"
+    with loaded(free(pci=ONE)):
+        assert "links" not in {finding.subject for finding in gpus.examine(sys, first=False)}
 
 
 def test_what_makes_a_gpu_slow_or_full_or_lost(sys):
