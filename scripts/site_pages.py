@@ -18,7 +18,7 @@ ITEM = re.compile(r"(?:[-*]|\d+\.) +")
 
 
 def cards() -> dict[Path, str]:
-    """Return the pages of the cards beside the modules, by file."""
+    """Return the pages of the cards that lie next to the modules, by file."""
     found = sorted((ROOT / "trainer").glob("*/**/*.md"))
     names = {path: path.parent.name if path.stem == "README" else path.stem for path in found}
     return {path: f"callbacks/{name}.md" for path, name in sorted(names.items(), key=lambda item: item[1])}

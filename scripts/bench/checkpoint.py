@@ -1,4 +1,4 @@
-"""Measures what a checkpoint costs training: the stall of the loop, the steps beside the writer, the time to durable.
+"""Measures what a checkpoint costs training: the stall of the loop, the steps during the write, the time to durable.
 
     python -m scripts.bench.checkpoint [--quick] [--size 100MB] [--threads 1] [--rounds 5] [--json FILE]
 
@@ -160,22 +160,22 @@ class Turns(Callback):
         """Take the turns of all rounds; each `yield` gives the seconds of a step. The first round allocates buffers."""
         for n in range(self.rounds + 1):
             for name in list(WAYS)[:: -1 if n % 2 else 1]:
-                way, before, beside = self.ways[name], list[float](), list[float]()
+                way, before, during = self.ways[name], list[float](), list[float]()
                 while len(before) <= BEFORE:
                     before.append((yield))
                 way.clean()
                 began = time.perf_counter()
                 done = way.begin(trainer)
                 stall_s = getattr(way, "seconds", time.perf_counter() - began)
-                while not beside or not done():
-                    beside.append((yield))
+                while not during or not done():
+                    during.append((yield))
                 step_s, durable_s = statistics.median(before[1:]), time.perf_counter() - began
                 turn = {"stall_s": stall_s, "durable_s": durable_s, "step_s": step_s}
-                turn |= {"median": statistics.median(beside) / step_s, "worst": max(beside) / step_s}
+                turn |= {"median": statistics.median(during) / step_s, "worst": max(during) / step_s}
                 self.found.turns[name].append(turn)
                 print(name, {key: round(value, 4) for key, value in turn.items()}, flush=True)
                 if name == "Echelon":
-                    Nothing.steps = len(beside)
+                    Nothing.steps = len(during)
                 for _ in range(AFTER):
                     yield
         trainer.stop("max_steps")
@@ -185,8 +185,8 @@ class Turns(Callback):
 def keep_memory() -> None:
     """Let the process keep the memory that it frees.
 
-    Otherwise each step gets the pages of its gradients anew from the kernel. The number of pages differs from step to
-    step, and costs more time than a writer beside the steps.
+    Otherwise each step gets new pages for its gradients from the kernel. The number of pages differs from step to
+    step, and costs more time than a concurrent writer.
     """
     libc = ctypes.CDLL(None)
     for parameter, value in ((M_MMAP_THRESHOLD, 32 << 20), (M_TRIM_THRESHOLD, 1 << 30)):
@@ -215,7 +215,7 @@ def table(found: Rounds, size: str, threads: int) -> tuple[list[Row], list[Goal]
     copy_s, rounds = counted.median("copy", "stall_s"), len(counted.turns["copy"])
     part = f"{size} of state, {threads} thread(s), steps of {counted.median('copy', 'step_s'):.3f} s; {rounds} rounds; "
 
-    def beside(name: str, key: str) -> float | str:
+    def during(name: str, key: str) -> float | str:
         return "-" if name in ("copy", "torch.save", "DCP") else counted.median(name, key)
 
     rows = counted.table(f"{part}a copy takes {copy_s:.4f} s", "way", {
@@ -223,13 +223,13 @@ def table(found: Rounds, size: str, threads: int) -> tuple[list[Row], list[Goal]
         "first stall / copy": lambda name: found.turns[name][0]["stall_s"] / copy_s,
         "stall s": lambda name: counted.median(name, "stall_s"),
         "durable after s": lambda name: "-" if name in ("copy", "nothing") else counted.median(name, "durable_s"),
-        "step beside it": lambda name: beside(name, "median"),
-        "worst step": lambda name: beside(name, "worst"),
+        "step during it": lambda name: during(name, "median"),
+        "worst step": lambda name: during(name, "worst"),
     })  # fmt: skip
     ours = {row["way"]: row for row in rows}["Echelon"]
     return rows, [
         at_most(f"{size}: stall, times a copy", 1.3, ours["stall / copy"]),
-        at_most(f"{size}: worst step beside the writer, times the median before", 1.1, ours["worst step"]),
+        at_most(f"{size}: worst step during the write, times the median before", 1.1, ours["worst step"]),
     ]
 
 

@@ -32,7 +32,7 @@ OTHER_S = 0.0166  # median of what the rows `nothing-reduced` on 2 hosts take lo
 LATENCY_S = 1e-4  # of gloo between network namespaces
 FITTED = "10M, 2 hosts"  # the next three were fitted on these tables alone
 COPY = CodecCost(2e-10, 2e-10)  # of gradients into a bucket and back, in memory that no cache holds
-CPU = 3.0  # processor seconds of a byte on the wire, of those that its process is told: interrupts run beside it
+CPU = 3.0  # processor seconds of a byte on the wire, times what its process is charged, because interrupts run as well
 JITTER = 0.05  # of a rank's passes
 
 

@@ -1,4 +1,4 @@
-"""Measures how fast samples come out of tar shards, beside WebDataset, torchdata and MosaicML's streaming.
+"""Measures how fast samples come out of tar shards, compared with WebDataset, torchdata and MosaicML's streaming.
 
     python -m scripts.bench.data [--quick] [--rounds 5] [--loaders NAME,...] [--json FILE]
 

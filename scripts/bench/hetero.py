@@ -1,4 +1,4 @@
-"""Measures unequal ranks: even shares of the batch beside those of `hetero_batch`, on one machine's CPUs.
+"""Measures unequal ranks: even shares of the batch and those of `hetero_batch`, on one machine's CPUs.
 
     python -m scripts.bench.hetero [--quick] [--rounds 3] [--json FILE]
 

@@ -67,7 +67,7 @@ PAIRS: dict[str, tuple[Callbacks, Callbacks, str]] = {
     "profiler": (dict, lambda: {"profiler": Profiler(first=1_000_000)}, "outside of its recordings"),
     "gpu_monitor": (dict, lambda: {"gpu_monitor": GpuMonitor(FAST_S)}, "10 samples a second; by default 1"),
     "comm_monitor": (dict, lambda: {"comm_monitor": CommMonitor()}, "with the Reduce chain instead of DDP's C++"),
-    "comm_monitor, beside the chain": (
+    "comm_monitor, on the chain": (
         lambda: {"chain": Chain()},
         lambda: {"chain": Chain(), "comm_monitor": CommMonitor()},
         "another callback has the Reduce chain already",

@@ -1,4 +1,4 @@
-"""Measures pipelines over slow links: `1f1b` beside `pipedream_2bw` (2bw), a stage in each host of network namespaces.
+"""Measures pipelines over slow links: `1f1b` and `pipedream_2bw` (2bw), a stage in each host of network namespaces.
 
     python -m scripts.bench.pipeline [--quick] [--rounds 3] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Measures the cost model's predictions of single callbacks, before any trial corrects them, beside trials in turns.
+"""Measures the cost model's predictions of single callbacks, before any trial corrects them, against trials by turns.
 
     python -m scripts.bench.predictions [--cells 'of 2 ranks'] [--quick] [--rounds 3] [--json FILE]
 

@@ -1,9 +1,9 @@
-"""Counts what a rank holds under each stage of `shard`, and times its steps beside DDP's.
+"""Counts what a rank holds under each stage of `shard`, and times its steps and DDP's.
 
     python -m scripts.bench.sharding [--quick] [--rounds 5] [--json FILE]
 
 Bytes are those of the fullest rank, with each stage of `shard`, with `optimizer_in_backward` and with `auto_batch`.
-Gradients are counted after the backward pass, without the buckets that DDP has beside them. AdamW trains a network of
+Gradients are counted after the backward pass, without DDP's buckets. AdamW trains a network of
 square layers in float32. The ranks are processes of this machine. With fewer cores than ranks, times tell what a
 callback adds to a step, and nothing about a network. In each round every way has a run, in an order that turns. A ratio
 is the median over rounds of the ratio to DDP in the same round. It took 13 minutes on 2 busy CPU cores.

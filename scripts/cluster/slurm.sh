@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A job that ends with a checkpoint before its time is over, queues itself again and goes on, until the run is done.
+# Before its time is over, the job saves a checkpoint, ends and queues itself again, until the run is done.
 #   sbatch scripts/cluster/slurm.sh recipe=bert_large batch=256         options of sbatch go before the file
 # Submit it where `python` has Echelon, from a folder that all nodes share: runs/ and ckpt/ come to lie there.
 #SBATCH --job-name=echelon
@@ -15,7 +15,7 @@
 
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}  # srun has not taken it from the job since SLURM 22.05
 
-# Each rank binds itself to cores beside its GPU (trainer.affinity), which srun's own binding would prevent. A cluster
+# Each rank binds itself to the cores of its GPU's NUMA node (trainer.affinity), which srun's own binding would prevent. A cluster
 # without srun's binding refuses the option.
 bind=()
 scontrol show config | grep -q '^TaskPlugin .*affinity' && bind=(--cpu-bind=none)

@@ -1,4 +1,4 @@
-"""Measures BERT-large on one GPU: Echelon beside a bare loop, Hugging Face Trainer and Lightning.
+"""Measures BERT-large on one GPU: Echelon, a bare loop, Hugging Face Trainer and Lightning.
 
     python scripts/bench/gpu.py [--out FOLDER] [--quick] [--json FILE]
 

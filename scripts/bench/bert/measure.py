@@ -212,12 +212,12 @@ def time_checkpoint(cell: Cell, device: torch.device, folder: Path) -> dict[str,
     stall = Stall(at)
     echelon(cell, job_of(cell, device, folder, lambda: None), stall, options)
     steps = [end - begin for begin, end in zip(stall.ends, stall.ends[1:])]
-    quiet, beside = steps[cell.warm - 1 : at - 1], steps[at - 1 :]
+    quiet, during = steps[cell.warm - 1 : at - 1], steps[at - 1 :]
     usual = sum(quiet) / len(quiet)
     saved = next(folder.glob(f"ckpt/*/step-{at:08}"))
     return {
-        "ms a step": 1000 * usual, "stall, ms": 1000 * (sum(beside) - usual * len(beside)),
-        "first step beside, ms more": 1000 * (beside[0] - usual), "steps until written": float(len(beside)),
+        "ms a step": 1000 * usual, "stall, ms": 1000 * (sum(during) - usual * len(during)),
+        "first step during, ms more": 1000 * (during[0] - usual), "steps until written": float(len(during)),
         "GiB": sum(file.stat().st_size for file in saved.iterdir()) / GIB,
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from recipes.bert import Bert
 from recipes.wordpiece import CLS, SEP, SPECIALS
 from scripts.bench.bert.cells import Cell
 
-SAMPLES = 8192  # more than any cell takes: other trainers start their data workers anew at the end of an epoch
+SAMPLES = 8192  # more than any cell takes: other trainers restart their data workers at the end of an epoch
 DOCUMENTS = 4  # of a sequence
 
 

@@ -8,7 +8,7 @@ from scripts.bench.harness import Goal, Row, at_least, at_most
 TITLES = {
     "speed": "training steps; tokens/s of one GPU, MFU of the peak in bf16, peak memory of tensors",
     "launches": "host: steps of 1 sample whose kernels have next to no work",
-    "snapshot": "a checkpoint beside training: by how much it delays steps until it is written",
+    "snapshot": "a checkpoint during training: by how much it delays steps until it is written",
     "kernels": "the device's time of a step, by kind of kernel",
 }
 Measured = Mapping[Cell, Mapping[str, float]]

@@ -3,7 +3,7 @@
     python -m scripts.bench.comm [--quick] [--hosts 2] [--model 10M] [--rate 1gbit] [--rows overlap,int8] [--json FILE]
 
 A row is a way to train, and has one turn in every round. The order of rows is reversed after every round. Each turn
-sets its row up anew before the link gets slow; rows with `overlap` measure the link, so their set-up is slow too.
+sets its row up again before the link gets slow; rows with `overlap` measure the link, so their set-up is slow too.
 
 A time is the median over rounds; a ratio is the median of the ratios within each round. Bare DDP is the fastest of its
 bucket sizes. A word of --rows is a row or the beginning of several, such as `local_sgd`. Without options the bench

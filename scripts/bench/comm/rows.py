@@ -23,7 +23,7 @@ CLASSES: dict[str, type[Callback]] = {
 }  # fmt: skip
 ONE = 1e4  # MiB: one bucket for all
 SLICE = 1.0  # MiB: overlap is fastest with small slices, since only one is sent at a time
-BESIDE = 5.0  # MiB: a bucket is encoded while the one before it is sent
+BUCKET = 5.0  # MiB: a bucket is encoded while the one before it is sent
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def meeting(every: int, row: Row | None = None, **arguments: Any) -> Row:
 CODEC_ROWS = {
     "bf16": compressed("bf16", None),
     "fp16": compressed("fp16", None),
-    "int8": compressed("int8", BESIDE),
+    "int8": compressed("int8", BUCKET),
     "topk": compressed("topk", None, density=0.01),
     "dgc": compressed("dgc", density=0.001),
-    "sign": compressed("sign", BESIDE),
+    "sign": compressed("sign", BUCKET),
     "powersgd-1": compressed("powersgd", rank=1),
     "powersgd-4": compressed("powersgd", rank=4),
     "blocksparse": compressed("blocksparse"),

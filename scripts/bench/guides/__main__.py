@@ -1,4 +1,4 @@
-"""Measures what tuning guides claim, row by row, at the scale of one machine, and writes claimed beside measured.
+"""Measures what tuning guides claim, row by row, at the scale of one machine.
 
     python -m scripts.bench.guides --json guides.json --out docs/measurements/guides.md     # about 12 minutes, idle
     python -m scripts.bench.guides --rows 'compression|overlap' --rounds 5 --json guides.json
@@ -95,7 +95,7 @@ def table(record: Record) -> list[Cells]:
             "part": f"Claimed and measured; a link of {record['settings']['rate']}",
             "row": name,
             "config": " ".join(f"`{word}`" for word in row.config()) or "-",
-            "beside": row.ways[1] if row.ways else "-",
+            "against": row.ways[1] if row.ways else "-",
             "claimed": row.claimed,
             "measured": row.measured(record["rounds"]),
             "rounds": len(row.complete(record["rounds"])) if row.ways else "-",

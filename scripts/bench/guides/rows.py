@@ -80,7 +80,7 @@ def less_memory(own: str, other: str) -> Show:
     return show
 
 
-def beside(claimed: str, own: str, other: str, why: str, scale: float = 1.0) -> Row:
+def against(claimed: str, own: str, other: str, why: str, scale: float = 1.0) -> Row:
     return Row(claimed, why, (own, other), faster(own, other, scale))
 
 
@@ -99,7 +99,7 @@ ROWS: dict[str, Row] = {
         "One process copies the model to all devices and collects their outputs in each step.",
         lacks="torch.nn.DataParallel needs several GPUs; on a CPU it is the module alone",
     ),
-    "DDP instead of DataParallel": beside(
+    "DDP instead of DataParallel": against(
         "more than 1.8 times one device, by 4", "DDP", "one rank",
         "Two ranks can give 2 at most, and the link takes its share.", 2.0,
     ),
@@ -110,25 +110,25 @@ ROWS: dict[str, Row] = {
         "9 % of a step", "Two cores compute, encode and send, so what is saved on the link is partly paid in CPU time.",
         ("everything", "one rank"), waiting("everything"),
     ),
-    "compression": beside("1.47 times", "fp16", "DDP", LIMIT),
-    "overlap": beside(
+    "compression": against("1.47 times", "fp16", "DDP", LIMIT),
+    "overlap": against(
         "1.65 times", "overlap", "DDP", "DDP hides communication behind the backward pass already."
     ),
-    "overlap, beside none": beside(
+    "overlap, against none": against(
         "1.65 times", "overlap", "one bucket",
         "The baseline of this row reduces all gradients after the backward pass, as a plain loop does.",
     ),
-    "everything": beside("1.94 times", "everything", "DDP", LIMIT),
-    "everything, beside no overlap": beside(
+    "everything": against("1.94 times", "everything", "DDP", LIMIT),
+    "everything, against no overlap": against(
         "1.94 times", "everything", "one bucket", "The baseline is the slower one, as in the row of overlap.",
     ),
-    "accumulation": beside(
+    "accumulation": against(
         "faster, by one reduction a step", "accumulate", "each reduced",
         "The gain is that of three reductions of four, so it grows as the link gets slower.",
     ),
     **{
-        f"buckets of {mib} MiB": beside(
-            "1.8 to 1.5 s, 1 to 125 MiB: 1.20 times, told as 37 %", f"bucket {mib}", "bucket 1", SHARDED
+        f"buckets of {mib} MiB": against(
+            "1.8 to 1.5 s, 1 to 125 MiB: 1.20 times, reported as 37 %", f"bucket {mib}", "bucket 1", SHARDED
         )
         for mib in (5, 25, 125)
     },
@@ -139,7 +139,7 @@ ROWS: dict[str, Row] = {
         )
         for share in (90, 95, 99)
     },
-    "dynamic batches": beside(
+    "dynamic batches": against(
         "1.24 times", "hetero_batch", "unequal",
         "A rank of half the speed allows 1.5 times; 1.24 is the most at 0.68 of the speed.",
     ),

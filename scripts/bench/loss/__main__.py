@@ -11,7 +11,7 @@ All methods have their default knobs, the same learning rate and the same steps;
 scripts.bench.comm. Methods whose names end in `-longer` train for more steps than DDP, to reach its loss.
 
 Each curve is written to the JSON when it is complete. If the JSON has curves of the same settings, only the missing
-ones are trained. Steps are always timed anew. Without options the bench takes hours.
+ones are trained. Steps are timed again in every call. Without options the bench takes hours.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Serves turns on one rank, on real text.
 
-The row of an order is `train METHOD` or `time METHOD`. The first is a whole training, whose curve rank 0 writes beside
+The row of an order is `train METHOD` or `time METHOD`. The first is a whole training, whose curve rank 0 writes next to
 the turn's folder. The second is a few steps.
 """
 

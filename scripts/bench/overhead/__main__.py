@@ -1,4 +1,4 @@
-"""Measures what Echelon costs beside PyTorch itself: per step, under DDP, and until the first step.
+"""Measures what Echelon costs in addition to PyTorch: per step, under DDP, and until the first step.
 
     python -m scripts.bench.overhead [--quick] [--json FILE]      # pip install -e '.[peers]' adds the other trainers
 

@@ -1,4 +1,4 @@
-"""Times a training step of Echelon beside bare PyTorch: in one process, where other trainers join, and on two ranks."""
+"""Times a training step of Echelon and of bare PyTorch: in one process, where other trainers join, and on two ranks."""
 
 import statistics
 from dataclasses import replace

@@ -5,7 +5,7 @@
 
 Each peer trains the same model with the same optimizer, by a script that its users could write, in processes of its
 own. In each round every peer has a run, and the next round turns the order round. A speed is the median over rounds of
-the ratio to the bare loop in the same round. A run saves one checkpoint. A second run goes on from it. The bare loop is
+the ratio to the bare loop in the same round. A run saves one checkpoint. A second run resumes it. The bare loop is
 always measured. Ranks have one thread each, or a GPU each where there are enough. DeepSpeed installs by
 `DS_BUILD_OPS=0 pip install --no-build-isolation -c constraints.txt deepspeed`, and builds an operator as it first runs.
 """
@@ -43,7 +43,7 @@ LIMIT_S, ROUNDS = 300, 5
 
 
 class Peer(NamedTuple):
-    """A script beside this module, and the packages that it needs."""
+    """A script in this package, and the packages that it needs."""
 
     script: str
     packages: tuple[str, ...] = ()

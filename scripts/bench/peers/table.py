@@ -31,11 +31,11 @@ def numbers(began: float, ticks: Sequence[float], peak: float, warm: int, save_a
     """
     steps = [after - before for before, after in itertools.pairwise(ticks)]  # steps[i] is that of step i + 2
     usual = statistics.mean(steps[warm - 1 : save_at - 2])
-    beside = steps[save_at - 2 :]  # a peer saves before the tick of this step, or after it
+    saving = steps[save_at - 2 :]  # a peer saves before the tick of this step, or after it
     return {
         "first_s": ticks[0] - began,
         "step_s": usual,
-        "stall_ms": 1000 * (sum(beside) - usual * len(beside)),
+        "stall_ms": 1000 * (sum(saving) - usual * len(saving)),
         "peak_mib": peak / MIB,
     }
 

@@ -46,10 +46,10 @@ def test_a_second_call_measures_what_is_missing(faked: None, tmp_path: Path) -> 
     measure(overlap, 2, record_of(file, "2gbit"))
     turns = [("DDP", "2gbit", False), ("overlap", "2gbit", True)]
     assert Fake.asked == [*turns, *turns[::-1]]  # the next round turns the order round
-    measure([*overlap, ROWS["overlap, beside none"]], 2, record_of(file, "2gbit"))
+    measure([*overlap, ROWS["overlap, against none"]], 2, record_of(file, "2gbit"))
     assert {name for name, _, _ in Fake.asked} == {"one bucket", "overlap"}
     record = record_of(file, "2gbit")
-    assert [ROWS[name].measured(record["rounds"]) for name in ("overlap", "overlap, beside none", "compression")] == [
+    assert [ROWS[name].measured(record["rounds"]) for name in ("overlap", "overlap, against none", "compression")] == [
         "2.00 (2.00 to 2.00)", "2.00 (2.00 to 2.00)", "not measured yet",
     ]  # fmt: skip
     Fake.asked.clear()
@@ -91,7 +91,7 @@ def test_the_page_has_every_row_and_the_limit(faked: None) -> None:
     measure(chosen("communication, before"), 1, record)
     cells = {row["row"]: row for row in table(record)}
     assert cells.keys() == ROWS.keys() and len({tuple(row) for row in cells.values()}) == 1
-    assert cells["overlap"]["config"] == "`+callbacks=[overlap]`" and cells["overlap"]["beside"] == "DDP"
+    assert cells["overlap"]["config"] == "`+callbacks=[overlap]`" and cells["overlap"]["against"] == "DDP"
     written = page(record)
     assert "is 1.00 times as fast as DDP's" in written and "Machine: cpu a CPU, cores 2." in written
     assert all(re.search(rf"^\| {re.escape(name)} +\|", written, re.MULTILINE) for name in ROWS)
