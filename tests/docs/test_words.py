@@ -1,4 +1,4 @@
-"""Sentences of docs, docstrings and messages are short and open with their subject. ruff's D401 holds the verbs."""
+"""Pages, docstrings and messages use a native reader's words, and sentences of a bearable length."""
 
 import ast
 import re
@@ -15,9 +15,8 @@ PAGES = [
 ]
 SOURCES = ("trainer", "recipes", "echelon", "scripts")
 MADE = ROOT / "docs" / "composition.md"  # by tests/composition.py from messages, which are read in their source
-MOST_WORDS = 25
-OPENERS = ("What", "Where", "Of", "That")
-WRITTEN = ("trainer", "recipes", "echelon")  # whose words are a native reader's; scripts/ and docs/ follow
+MOST_WORDS = 32
+OPENERS = ("Of", "That")  # sentences that leave out their noun
 BANNED = re.compile(r"\b(mend(?:s|ed|ing)?|anew|beside|way out|told|for ever|is no name of|goes on)\b", re.IGNORECASE)
 
 
@@ -86,10 +85,10 @@ def test_sentences_of_sources() -> None:
     assert not found, "\n".join(found)
 
 
-def test_words_of_sources_are_a_native_readers() -> None:
+def test_words_of_sources() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {word}"
-        for folder in WRITTEN
+        for folder in SOURCES
         for path, tree in trees(folder).items()
         for line, text in [*docstrings(tree), *messages(tree)]
         for word in BANNED.findall(re.sub(r"`[^`]+`", "CODE", text))
@@ -99,8 +98,8 @@ def test_words_of_sources_are_a_native_readers() -> None:
 
 
 def test_a_long_sentence_is_found() -> None:
-    long = "word " * 26 + "end."
+    long = "word " * 33 + "end."
     assert len(list(faults(f"Short one. {long}"))) == 1
     assert len(list(faults(f"- Short one.\n- {long}\n"))) == 1
-    assert len(list(faults("It is so. Where it is not, tell."))) == 1
+    assert len(list(faults("It is so. Of the run, the name."))) == 1
     assert not list(faults(f"`{long}`\n\n```\n{long}\n```\n| {long} |\n"))
