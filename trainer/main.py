@@ -36,7 +36,8 @@ USAGE = """Echelon trains PyTorch models; distributed-training optimisations are
   echelon resume runs/NAME                                 resumes a run where it stopped
   echelon trainer.resume=ckpt/last.pt                      the same, for a config that is typed again
   echelon -m optimizer.lr=1e-3,3e-4                        one run per value
-  echelon --config-dir my/conf recipe=mine                 your own recipe
+  echelon recipe=mine.py batch=64 trainer.max_steps=100    your own recipe: the class in mine.py
+  echelon --config-dir conf recipe=mine                    the same, with its settings in conf/recipe/mine.yaml
   echelon --cfg job --resolve                              shows every knob, and runs nothing
   torchrun --nproc-per-node 8 -m trainer.main recipe=bert_large
                                                            under torchrun; srun and mpirun likewise

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import refuses
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -319,6 +320,6 @@ def test_what_needs_all_gradients_at_once_is_refused_by_name(feature):
         arrange({"optimizer_in_backward": OptimizerInBackward()}, {feature})
 
 
-def test_ddps_own_order_is_needed_by_late():
-    with pytest.raises(ConfigError, match=r"bucket and optimizer_in_backward can't run together: .*late needs DDP's"):
-        arrange({"optimizer_in_backward": OptimizerInBackward(), "bucket": Bucket(late=["*bias"])}, set())
+def test_ddps_own_order_is_needed_by_delayed():
+    with refuses("bucket and optimizer_in_backward can't run together", "delayed needs DDP's"):
+        arrange({"optimizer_in_backward": OptimizerInBackward(), "bucket": Bucket(delayed=["*bias"])}, set())

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config.folders import PRIMARY, TYPED, choices
+from trainer.config.own_code import own_name, replace_file, trust
 from trainer.config.own_hydra import composed_once, own_hydra
 from trainer.config.schema import knobs
 from trainer.config.training_arguments import expand
@@ -58,12 +59,17 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # unresolved: they may hold ${...}
-        argv = [redact_argument(original_override(override)) for override in overrides]
-        recipe = dict(chosen.runtime.choices).get("recipe", "")
-        jobs.append(Job(OmegaConf.to_container(config, resolve=True), recipe, [*flags, *argv]))
+        original = (typed.get(override, original_override(override)) for override in overrides)
+        argv = [redact_argument(word) for word in original if word]
+        recipe = dict(chosen.runtime.choices).get("recipe") or own_name(typed)
+        composed: Any = OmegaConf.to_container(config, resolve=True)
+        if primary == PRIMARY:
+            trust(composed)
+        jobs.append(Job(composed, recipe, [*flags, *argv]))
 
     refuse_options(arguments)
     expanded, lines = expand(arguments)
+    expanded, typed = replace_file(expanded)
     words = merge_callbacks([normalize(word, folders) for word in expanded], primary)
     sys.argv[1:] = sorted(words, key=is_override)  # argparse takes positional arguments in one piece only
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print

@@ -75,7 +75,6 @@ optimizer:
 trainer:
   max_epochs: 5
   validate_every: 1 epochs
-  allow_targets: [NAME]    # your package, which _target_ names
 data:
   workers: 0               # processes that load data; more if loading is slow
 """
