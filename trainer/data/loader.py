@@ -19,7 +19,7 @@ from trainer.data.iterable import Iterated, preserve_rng_state, refuse_other_siz
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
-from trainer.data.source import SampleFault, Samples, Several, Source, each_set
+from trainer.data.source import NamedSources, SampleFault, Samples, Source, by_prefix
 from trainer.data.stream import Stream
 from trainer.data.torch_loader import again, end_passes, end_workers, part_of
 from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
@@ -56,7 +56,7 @@ class Loader:
         split: Split,
         options: DataOptions,
         *,
-        validation: Source | Several | None = None,
+        validation: Source | NamedSources | None = None,
         rank: int = 0,
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -110,7 +110,7 @@ class Loader:
 
     def validations(self) -> dict[str, Callable[[], Iterator[Micro]]]:
         """Return `validate` of each validation data set, by the prefix of its metrics."""
-        found = each_set(self.validation, "val") if self.validation is not None else {}
+        found = by_prefix(self.validation, "val") if self.validation is not None else {}
         return {prefix: partial(self.validate, source) for prefix, source in found.items()}
 
     def validate(self, source: Source | None = None) -> Iterator[Micro]:
@@ -119,7 +119,7 @@ class Loader:
         The last micro-batch may be smaller, and a rank may have none.
         """
         data = self.validation if source is None else source
-        assert data is not None and not isinstance(data, Several)
+        assert data is not None and not isinstance(data, NamedSources)
         batches = 0  # not known
         if isinstance(data, Samples):
             first, last = near_equal(sum(data.counts), self.rank, self.split.world)

@@ -19,7 +19,7 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Maps
-from trainer.data.source import MapReader, Samples, Several, Source
+from trainer.data.source import MapReader, NamedSources, Samples, Source
 from trainer.data.stream import Stream, is_stream
 from trainer.errors import (
     ConfigError,
@@ -65,10 +65,10 @@ def open_source(
     options: DataOptions | None = None,
     timeout_s: float = math.inf,
     validates: bool | None = None,
-) -> Source | Several | None:
+) -> Source | NamedSources | None:
     """Open the recipe's data of `split`; None if there is none (validation only).
 
-    A mapping of names to data sets is opened as `Several`, but not for training.
+    A mapping of names to data sets is opened as `NamedSources`, but not for training.
 
     Args:
         validates: The samples are not for training, so `val_transform` applies; None: unless `split` is "train".
@@ -196,7 +196,7 @@ def refuse_no_data(data: Any, split: str) -> None:
         raise ConfigError(f"{key}: returned a value of type {type(data).__name__}; {form}")
 
 
-def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Source]) -> Several:
+def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Source]) -> NamedSources:
     """Open each data set of a mapping of names.
 
     Raises:
@@ -210,7 +210,7 @@ def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Sour
                 f"recipe.data({split!r}): {name!r} is {'None' if part is None else 'not a name'}; give data sets by "
                 "names of letters, digits, '_', '-' and '.', as {'clean': dataset, 'noisy': other}"
             )
-    return Several({name: open_part(part) for name, part in data.items()})
+    return NamedSources({name: open_part(part) for name, part in data.items()})
 
 
 def is_map_style(data: Any) -> bool:
