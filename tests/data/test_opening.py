@@ -163,9 +163,9 @@ def test_a_samples_randomness_is_a_function_of_seed_epoch_and_sample():
     """Read in any order, after any other use of the generators; each of the three keys changes every draw."""
     sources = [open_source(Drawing(Draws(4, torch.float32)), "train", seed) for seed in (0, 1)]
     refs = [Ref(epoch, shard, 0) for epoch in (0, 1) for shard in range(4)]
-    draws = {(seed, ref): sources[seed][ref] for seed in (0, 1) for ref in refs}
+    draws = {(seed, ref): sample(sources[seed], ref) for seed in (0, 1) for ref in refs}
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    assert {(seed, ref): sources[seed][ref] for ref in reversed(refs) for seed in (1, 0)} == draws
+    assert {(seed, ref): sample(sources[seed], ref) for ref in reversed(refs) for seed in (1, 0)} == draws
     columns = list(zip(*draws.values()))
     assert len(columns) == 6
     assert all(len(set(column)) == 16 for column in columns)
