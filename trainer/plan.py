@@ -36,7 +36,7 @@ from trainer.config.duration import Duration, Periods
 from trainer.config.options import DataOptions, Options
 from trainer.data.iterable import Iterated
 from trainer.data.opening import in_turns, open_source, prepare_files, transform_of
-from trainer.data.source import Samples, Source, each_set
+from trainer.data.source import Samples, Source, by_prefix
 from trainer.data.torch_loader import refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
@@ -188,7 +188,7 @@ class Plan:
         source, self.validation = in_turns(place, each, opens)
         if source is None:
             raise ConfigError("recipe.data('train'): is None; return the data to train on")
-        validation = {} if self.validation is None else each_set(self.validation, "val")
+        validation = {} if self.validation is None else by_prefix(self.validation, "val")
         for split, part in {"train": source, **validation}.items():
             refuse_other_replicas(part, split, place.rank % self.data_world, self.data_world)
         if self.splits and source.batch_size:

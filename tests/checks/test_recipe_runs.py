@@ -132,7 +132,7 @@ data.workers=1: a batch that no worker can send
     def collate(self, samples):
         return (*torch.utils.data.default_collate(samples), lambda: samples)
     | data.workers: a worker can't send the batch (
-    | let transform() or collate() return tensors, numbers and texts, or give data.workers=0
+    | let transform() or collate() return tensors, numbers and strings, or give data.workers=0
 a share for a weight
     def weight(self, batch):
         return len(batch[0]) / 16

@@ -31,7 +31,7 @@ from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
 from trainer.data.batch import Split, count_samples
-from trainer.data.iterable import Iterated, digest, replay, way_of_samples
+from trainer.data.iterable import Iterated, digest, hint_at_samples, replay
 from trainer.data.loader import Loader
 from trainer.data.torch_loader import part_of
 from trainer.errors import DataError
@@ -215,7 +215,7 @@ class Batched(Of):
 @pytest.mark.parametrize("limit", [False, True])
 def test_an_iterable_is_known_by_its_own_attribute(kind, told, limit):
     source = kind(0)
-    assert bool(way_of_samples(Iterated(source, 2 if limit else None).given)) == told
+    assert bool(hint_at_samples(Iterated(source, 2 if limit else None).given)) == told
 
 
 def test_a_recipe_that_weighs_its_batches_may_give_any_size():

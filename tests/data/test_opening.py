@@ -27,6 +27,11 @@ from trainer.plan import Plan
 from trainer.process.environment import Place
 
 
+def sample(source, ref):
+    [value], _ = source.batch([ref])
+    return value
+
+
 class Recipe:
     def __init__(self, data) -> None:
         self.given = data
@@ -51,7 +56,7 @@ def test_shards_by_path_pattern_and_list(shards):
     one = open_source(Recipe(shards[1]), "train", 0)
     assert one.counts == [4]
     assert one.fingerprint != every[0].fingerprint
-    assert every[0][Ref(0, 2, 1)] == {"__key__": "09", "cls": 9, "txt": "sample 9"}
+    assert sample(every[0], Ref(0, 2, 1)) == {"__key__": "09", "cls": 9, "txt": "sample 9"}
 
 
 class OfNode(Toy):
@@ -107,7 +112,7 @@ def test_a_map_style_dataset_is_one_sample_a_shard():
     assert isinstance(source, Samples)
     assert source.counts == [1] * 5
     for i in range(5):
-        assert torch.equal(source[Ref(0, i, 0)]["x"], Points(5, torch.float32)[i]["x"])
+        assert torch.equal(sample(source, Ref(0, i, 0))["x"], Points(5, torch.float32)[i]["x"])
 
 
 def test_the_fingerprint_of_a_dataset():
@@ -158,9 +163,9 @@ def test_a_samples_randomness_is_a_function_of_seed_epoch_and_sample():
     """Read in any order, after any other use of the generators; each of the three keys changes every draw."""
     sources = [open_source(Drawing(Draws(4, torch.float32)), "train", seed) for seed in (0, 1)]
     refs = [Ref(epoch, shard, 0) for epoch in (0, 1) for shard in range(4)]
-    draws = {(seed, ref): sources[seed][ref] for seed in (0, 1) for ref in refs}
+    draws = {(seed, ref): sample(sources[seed], ref) for seed in (0, 1) for ref in refs}
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    assert {(seed, ref): sources[seed][ref] for ref in reversed(refs) for seed in (1, 0)} == draws
+    assert {(seed, ref): sample(sources[seed], ref) for ref in reversed(refs) for seed in (1, 0)} == draws
     columns = list(zip(*draws.values()))
     assert len(columns) == 6
     assert all(len(set(column)) == 16 for column in columns)
@@ -220,13 +225,13 @@ def test_samples_that_are_not_trained_on_have_a_transform_of_their_own(shards):
     for data in (str(shards[0]), {str(shards[0]): 1.0}, Points(5, torch.float32)):
         for options in (None, mapped):
             train, val, same = (
-                open_source(Augments(data), split, 0, options, **asked)[ref]
+                sample(open_source(Augments(data), split, 0, options, **asked), ref)
                 for split, asked in (("train", {}), ("val", {}), ("train", {"validates": True}))
             )
             assert isinstance(train[1], float) and val[1] == same[1] == "as it is"
             assert options is None or train[0].keys() == val[0].keys() == {"mapped"}
     named = open_source(Augments({"a": Points(5, torch.float32)}), "val", 0)
-    assert named["a"][ref][1] == "as it is"
+    assert sample(named["a"], ref)[1] == "as it is"
 
 
 def test_without_one_both_splits_have_the_same_transform(shards):
@@ -234,7 +239,7 @@ def test_without_one_both_splits_have_the_same_transform(shards):
         def transform(self, sample, rng):
             return float(rng.random())
 
-    train, val = (open_source(Plain(str(shards[0])), split, 0)[Ref(0, 0, 0)] for split in ("train", "val"))
+    train, val = (sample(open_source(Plain(str(shards[0])), split, 0), Ref(0, 0, 0)) for split in ("train", "val"))
     assert train == val
 
 
@@ -250,6 +255,6 @@ def test_an_overfit_validates_on_samples_as_validation_has_them():
         Both(), {}, Constant(), batch=6, micro_batch=None, accumulate=None,
         options=Options(overfit=1, max_steps=1), data=DataOptions(), place=Place(), each=lambda value: [value],
     )  # fmt: skip
-    train, val = (source[Ref(0, 0, 0)] for source in (plan.source, plan.validation))
+    train, val = (sample(source, Ref(0, 0, 0)) for source in (plan.source, plan.validation))
     assert train.keys() - val.keys() == {"augmented"} and torch.equal(train["x"], val["x"])
     assert plan.source.counts == plan.validation.counts == [1] * 6

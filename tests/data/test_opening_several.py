@@ -9,7 +9,7 @@ from toy_recipe import Points
 
 from trainer.data.opening import open_source
 from trainer.data.shards.writer import write_shards
-from trainer.data.source import Samples, Several, each_set
+from trainer.data.source import NamedSources, Samples, by_prefix
 from trainer.errors import DataError
 
 
@@ -28,7 +28,7 @@ def points(size: int) -> Points:
 def test_a_mapping_of_names_is_several_data_sets(tmp_path):
     shards = write_shards([{"__key__": "a", "cls": 1}], tmp_path, "val", per_shard=4)
     source = open_source(Recipe({"clean": points(3), "tar": str(shards[0]), "list": [torch.ones(2)]}), "val", 0)
-    assert isinstance(source, Several) and list(each_set(source, "val")) == ["val/clean", "val/tar", "val/list"]
+    assert isinstance(source, NamedSources) and list(by_prefix(source, "val")) == ["val/clean", "val/tar", "val/list"]
     assert isinstance(source["clean"], Samples) and isinstance(source["tar"], Samples)
     assert (source.size, source["clean"].size) == (0, 3)  # a list does not tell
 
@@ -42,7 +42,7 @@ def test_the_fingerprint_follows_each_part():
             {"a": points(3), "c": points(4)},
         )
     )
-    assert isinstance(one, Several) and isinstance(other, Several) and isinstance(named, Several)
+    assert isinstance(one, NamedSources) and isinstance(other, NamedSources) and isinstance(named, NamedSources)
     assert len({one.fingerprint, other.fingerprint, named.fingerprint}) == 3
     assert one.size == 7
 

@@ -20,7 +20,7 @@ from trainer.data.batch import Split, Step
 from trainer.data.iterable import Iterated as Source
 from trainer.data.loader import Loader
 from trainer.data.opening import open_source
-from trainer.data.source import Samples, Several
+from trainer.data.source import NamedSources, Samples
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
@@ -86,7 +86,7 @@ def test_limited_data_is_other_data():
 
 
 def test_several_validation_sets_are_limited_each():
-    several = Several({"list": Source([1, 2, 3]), "points": open_source(Toy(), "val", 0)})
+    several = NamedSources({"list": Source([1, 2, 3]), "points": open_source(Toy(), "val", 0)})
     limited = several.first(2, 6, 1, "key")
     loader = Loader(Source([]), None, Split(2), DataOptions(workers=0), weight=lambda batch: 1)
     walked = [[micro.batch for micro in loader.validate(limited["list"])] for _ in range(2)]

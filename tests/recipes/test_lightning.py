@@ -21,7 +21,7 @@ from trainer.callback import Callback
 from trainer.composition import arrange
 from trainer.config.build import build
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.data.iterable import way_of_samples
+from trainer.data.iterable import hint_at_samples
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
 from trainer.testing.contract import load
@@ -280,7 +280,7 @@ def test_a_mean_of_the_epoch_that_a_step_asks_for_is_lightnings(tmp_path):
 
 def test_batches_of_a_loader_are_no_samples():
     """A LightningDataModule's loader has no attribute to set."""
-    assert way_of_samples(Batches(torch.utils.data.DataLoader([1.0]), "train", lambda: 0)) == ""
+    assert hint_at_samples(Batches(torch.utils.data.DataLoader([1.0]), "train", lambda: 0)) == ""
 
 
 def test_a_step_that_fails_has_ended(tmp_path):

@@ -245,7 +245,8 @@ def test_shards_of_parquet_give_the_rows_of_text(tmp_path: Path) -> None:
     text = recipe(tmp_path).data("train")
     source = open_source(shards, "train", 0)
     assert isinstance(source, Samples) and sum(source.counts) == 64 and shards.data("val") is None
-    assert [source[Ref(0, 0, i)].tolist() for i in range(len(text))] == [text[i].tolist() for i in range(len(text))]
+    rows, _ = source.batch([Ref(0, 0, i) for i in range(len(text))])
+    assert [row.tolist() for row in rows] == [text[i].tolist() for i in range(len(text))]
 
 
 @pytest.mark.slow

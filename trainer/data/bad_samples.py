@@ -1,4 +1,4 @@
-"""Counts and lists unreadable samples, which micro-batches leave out; too many of them end the run."""
+"""Counts and lists unreadable samples, which are dropped from micro-batches; too many of them end the run."""
 
 import json
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -10,16 +10,14 @@ from trainer.errors import DataError
 from trainer.files import Appended
 from trainer.log import log
 
-LEAST = 10  # bad samples that any epoch may have, however small it is
+ALWAYS_ALLOWED = 10  # bad samples that any epoch may have, however small it is
 
 
 class Bad(NamedTuple):
-    """A sample that was left out, and the reason."""
-
     ref: Ref
     why: str
-    shard: str | int  # the shard's name; for a dataset, its number
-    key: str | None  # the sample's key, if it can be read; for a dataset, the sample's number
+    shard: str | int  # the name of a tar shard, the number of a dataset's virtual shard
+    key: str | None  # the sample's key, None if it can't be read; for a dataset, the sample's number
 
     @property
     def line(self) -> dict[str, Any]:
@@ -27,45 +25,43 @@ class Bad(NamedTuple):
 
 
 class BadSamples:
-    """Lists an epoch's bad samples, one line each, in a file on rank 0. A resume neither loses nor repeats any.
+    """Writes bad samples to the file `path` on rank 0, one line each. A resume neither loses nor repeats any.
 
     Args:
-        path: Path of the file.
         limit: The number of bad samples that an epoch may have.
         gather: Returns the values of all ranks on every rank. A collective.
     """
 
     def __init__(self, path: Path, limit: int, gather: Callable[[Any], list[Any]], rank: int) -> None:
         self.file, self.limit, self.gather, self.rank = Appended(path), limit, gather, rank
-        self.epoch = self.count = 0  # bad samples of this epoch
+        self.epoch = self.count = 0  # `count`: bad samples of this epoch
         self.saved = {"bytes": 0, "kept": ""}
 
     def begin(self) -> None:
-        """Truncate the lines that were written after the resumed checkpoint. Called on rank 0."""
+        """Remove the lines that were written after the resumed checkpoint. Called on rank 0."""
         self.file.go_on(self.saved)
 
     def take(self, step: int, epoch: int, bad: Sequence[Bad], data_rank: int) -> None:
         """Count and list the bad samples of all ranks in a step. A collective.
 
         Args:
-            data_rank: This rank's index among those that read different samples. Samples that several ranks read count
-                once.
+            data_rank: Equal on ranks that read the same samples, which count once.
 
         Raises:
             DataError: The epoch has more than the limit. Raised on all ranks.
         """
-        parts = dict(self.gather([data_rank, [{"step": step, **one.line} for one in bad]]))
-        found = [each for part in parts.values() for each in part]
-        self.count = len(found) + (self.count if epoch == self.epoch else 0)
+        by_rank = dict(self.gather([data_rank, [{"step": step, **sample.line} for sample in bad]]))
+        lines = [line for part in by_rank.values() for line in part]
+        self.count = len(lines) + (self.count if epoch == self.epoch else 0)
         self.epoch = epoch
         if self.rank == 0:
-            self.file.write("".join(json.dumps(each) + "\n" for each in found).encode())
-            for each in found:
-                log.warning("step %d: a sample is left out: %s", step, each["error"])
+            self.file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+            for line in lines:
+                log.warning("step %d: a sample is left out: %s", step, line["error"])
         if self.count > self.limit:
             raise DataError(
                 f"data.max_bad: {self.count} samples of epoch {self.epoch} could not be read, and the limit is "
-                f"{self.limit}; the last: {found[-1]['error']}; {self.file.path} lists all"
+                f"{self.limit}; the last: {lines[-1]['error']}; {self.file.path} lists all"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,22 +72,22 @@ class BadSamples:
 
 
 def allowed(share: float, samples: int) -> int:
-    """Return the number of samples that may be bad."""
-    return int(max(LEAST, share * samples)) if share else 0
+    """Return how many of an epoch's samples may be bad."""
+    return int(max(ALWAYS_ALLOWED, share * samples)) if share else 0
 
 
 def replace_bad(micros: Iterator[Any]) -> Generator[Any]:
-    """Yield micro-batches, replacing one whose samples are all bad by another one's batch with weight 0.
+    """Yield micro-batches. One whose samples are all bad gets another one's batch, with weight 0.
 
     Raises:
-        DataError: The first `LEAST` micro-batches have no good sample.
+        DataError: The first `ALWAYS_ALLOWED` micro-batches have no good sample.
     """
-    early, last = [], None
+    waiting, last = [], None
     for micro in micros:
         last = last if micro.batch is None else micro.batch
-        early.append(micro)
+        waiting.append(micro)
         if last is not None:
-            yield from (each._replace(batch=each.batch if each.batch is not None else last) for each in early)
-            early.clear()
-        elif len(early) == LEAST:
+            yield from (micro._replace(batch=last) if micro.batch is None else micro for micro in waiting)
+            waiting.clear()
+        elif len(waiting) == ALWAYS_ALLOWED:
             raise DataError(micro.bad[0].why)

@@ -1,4 +1,4 @@
-"""The batches of one rank between two optimizer steps: how they are split, and how they are weighted."""
+"""Splits and weights the batches of one rank between two optimizer steps."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,17 +17,11 @@ from trainer.errors import DataError
 
 @dataclass(frozen=True)
 class Split:
-    """The split of a step's samples over ranks, and then over micro-batches on each rank.
+    """The split of a step's samples over ranks, and then over micro-batches on each rank."""
 
-    Args:
-        samples: The step's samples, over all ranks.
-        shares: The number of ranks, if they have even shares; or the samples of each rank.
-        accumulate: The number of micro-batches, for all ranks or for each. No rank has fewer samples than that.
-    """
-
-    samples: int
-    shares: int | tuple[int, ...] = 1
-    accumulate: int | tuple[int, ...] = 1
+    samples: int  # over all ranks
+    shares: int | tuple[int, ...] = 1  # the number of ranks, if they have even shares; or the samples of each rank
+    accumulate: int | tuple[int, ...] = 1  # micro-batches of all ranks or of each, which has at least as many samples
 
     def __post_init__(self) -> None:
         sizes = [self.share(rank) for rank in range(self.world)]
@@ -41,43 +35,38 @@ class Split:
         return self.shares if isinstance(self.shares, int) else len(self.shares)
 
     def share(self, rank: int) -> int:
-        """Return the samples of `rank`."""
+        """Return the number of samples of `rank`."""
         first, last = piece(self.samples, rank, self.shares)
         return last - first
 
     def micros(self, rank: int) -> int:
-        """Return the micro-batches of `rank`."""
+        """Return the number of micro-batches of `rank`."""
         return self.accumulate if isinstance(self.accumulate, int) else self.accumulate[rank]
 
     @property
     def micro(self) -> int:
-        """The samples of the largest micro-batch on any rank."""
+        """The size of the largest micro-batch on any rank, in samples."""
         return max(-(-self.share(rank) // self.micros(rank)) for rank in range(self.world))
 
 
 class Micro(NamedTuple):
     batch: Any
-    weight: int  # items that the loss of the batch averages over
+    weight: int  # number of items that the loss averages over
     refs: list[Ref]  # the samples, in order; empty for an iterable of batches
-    bad: list[Bad]  # the samples that are not in the batch
+    bad: list[Bad]  # those of `refs` that are not in the batch
 
 
 class Step:
-    """The micro-batches of one rank between two optimizer steps. Iterating yields each batch once, on the device, with
-    its weight.
+    """The micro-batches of one rank between two optimizer steps. Iterating yields (batch on the device, weight) once.
 
-    Weights and bad samples are known in advance. A batch stays on the host until the previous one has been yielded, and
-    the step keeps no batch that it has yielded.
+    A batch stays on the host until the previous one has been yielded, and yielded batches are not kept.
 
     Args:
         micros: Micro-batches, with an `Upload` for a batch that is not on the device yet.
         following: The next step's first micro-batch, whose upload begins with the last batch of this step.
-
-    Attributes:
-        reduces: The last backward pass reduces the gradients over ranks.
     """
 
-    reduces = True
+    reduces = True  # whether the last backward pass reduces the gradients over ranks
     _parts: Sequence[list[Ref]] = ()  # `refs` by micro-batch; empty for a step that is derived from another
 
     def __init__(self, micros: Sequence[Micro], following: Sequence[Micro] = ()) -> None:
@@ -103,7 +92,7 @@ class Step:
         batches.clear()
 
     def peek(self) -> Any:
-        """Return the first batch, on the device, and keep it for the iteration."""
+        """Return the first batch on the device, without removing it."""
         batch = self._batches[0]
         return batch.wait() if isinstance(batch, Upload) else batch
 
@@ -111,8 +100,8 @@ class Step:
         """Return the samples of the batch that was yielded last."""
         if not self._parts:
             return []
-        given = min(self._all - len(self._batches), len(self._parts))
-        return self._parts[given - 1] if given else []
+        yielded = min(self._all - len(self._batches), len(self._parts))
+        return self._parts[yielded - 1] if yielded else []
 
     @during(Phase.UPLOAD)
     def _uploaded(self) -> Any:
@@ -124,9 +113,9 @@ class Step:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor in `batch`, or the number of packed sequences or of texts in a list.
+    """Return the length of the first tensor in `batch`, or the number of packed sequences or of strings in a list.
 
-    Samples may also stay separate objects, such as images of several sizes: a list of them, or `tuple(zip(*samples))`.
+    Samples may also be separate objects, such as images of several sizes: a list of them, or `tuple(zip(*samples))`.
     """
     whole = batch
     while not isinstance(batch, Tensor):
@@ -134,7 +123,7 @@ def count_samples(batch: Any) -> int:
             return int(batch.batch_sizes[0])
         if isinstance(batch, (list, tuple)) and batch:  # `list | tuple` would build a union in each step
             first = batch[0]
-            if isinstance(first, str) and all(isinstance(each, str) for each in batch):  # such as names of files
+            if isinstance(first, str) and all(isinstance(text, str) for text in batch):  # such as names of files
                 return len(batch)
         elif isinstance(batch, Mapping) and batch:
             first = next(iter(batch.values()))
@@ -155,7 +144,7 @@ def count_samples(batch: Any) -> int:
 
 
 def count_objects(batch: Any) -> int | None:
-    """Return the number of samples if each is a separate object; None if tensors have a row for each sample."""
+    """Return the number of samples if each is a separate object, None if tensors have a row for each sample."""
     columns = list(batch.values()) if isinstance(batch, Mapping) else batch
     if not isinstance(columns, list | tuple) or not columns or not isinstance(columns[0], list | tuple | Mapping):
         return None
@@ -163,22 +152,22 @@ def count_objects(batch: Any) -> int | None:
         return None
     rows = [{tensor.shape[:1] for tensor in tensors_in(column)} for column in columns]
     collated = isinstance(batch, list) and not isinstance(columns[0], tuple)  # lists of rows, perhaps of two loaders
-    if len(set().union(*rows)) < 2 or (collated and all(len(each) < 2 for each in rows)):
+    if len(set().union(*rows)) < 2 or (collated and all(len(lengths) < 2 for lengths in rows)):
         return None  # each tensor has a row for each sample
     first = list(columns[0]) if isinstance(columns[0], list | tuple) else []
-    alike = {(type(each), each.dim() if isinstance(each, Tensor) else 0) for each in first}
-    if len(alike) == 1:  # all images, before all targets
+    kinds = {(type(item), item.dim() if isinstance(item, Tensor) else 0) for item in first}
+    if len(kinds) == 1:  # all images, before all targets
         return len(first)
     return None if isinstance(batch, Mapping) else len(columns)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists, tuples and dicts."""
+    """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | Mapping):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
 
 
 def steps_from(start: int, split_at: Callable[[int], Split]) -> Iterator[tuple[int, Split]]:

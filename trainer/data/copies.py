@@ -1,4 +1,4 @@
-"""Detects changes to a data set whose samples are read ahead, or of which data workers have copies."""
+"""Detects changes to a data set after its samples were read ahead, or after data workers were forked."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -10,11 +10,7 @@ T = TypeVar("T")
 
 
 class Copies:
-    """The numbers and texts among the attributes of a data set, and of data sets that it wraps.
-
-    Args:
-        dataset: The data set, before samples are read.
-    """
+    """The numbers and strings among the attributes of a data set and of those that it wraps, before it is read."""
 
     def __init__(self, dataset: Any) -> None:
         self.kept = [
@@ -25,41 +21,37 @@ class Copies:
         ]
 
     def changed(self) -> str:
-        """Describe the first attribute that user code has changed since then; empty if none has changed."""
+        """Describe the first attribute that user code has changed since; "" if there is none."""
         for part, name, value in self.kept:
             if (now := vars(part).get(name, value)) != value:
                 return f"{type(part).__name__}.{name}: was changed from {value!r} to {now!r}"
         return ""
 
     def unchanged(self, step: T) -> T:
-        """Return a step that workers have loaded.
-
-        Raises:
-            ConfigError: User code has changed an attribute since then.
-        """
-        if what := self.changed():
+        """Return `step`, which workers have loaded; refuse a change since."""
+        if change := self.changed():
             raise ConfigError(
-                f"{what} during the run, and data workers have copies of the data set from before; give data.workers=0"
+                f"{change} during the run, and data workers have copies of the data set from before; "
+                "give data.workers=0"
             )
         return step
 
     def refuse_before(self, step: int) -> None:
         """Refuse a change by a hook that runs before step `step` + 1; on a resume, log it instead.
 
-        Raises:
-            ConfigError: A new run would read other samples in its first step than in later ones.
+        The first step of a new run would otherwise have other samples than later ones.
         """
-        if (what := self.changed()) and step:
-            log.warning("resume: %s by a hook, and the samples of the first step were read before", what)
-        elif what:
+        if (change := self.changed()) and step:
+            log.warning("resume: %s by a hook, after the samples of the first step were read", change)
+        elif change:
             raise ConfigError(
-                f"{what} by a hook, and the samples of the first step were read before; set it in recipe.data(), or in "
+                f"{change} by a hook, after the samples of the first step were read; set it in recipe.data(), or in "
                 "setup() of a LightningModule"
             )
 
 
 def parts_of(dataset: Any) -> Iterator[Any]:
-    """Yield a data set, then the data sets inside a Subset or a ConcatDataset."""
+    """Yield a data set, then those inside it, as in a Subset or a ConcatDataset."""
     yield dataset
     for inner in (getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())):
         if inner is not None:

@@ -1,4 +1,4 @@
-"""Decisions about the split of later steps: made during a run, written to a file, and repeated on a resume."""
+"""Stores a callback's decisions about the split of later steps, so that a resume repeats them."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,16 +11,16 @@ from trainer.files import Appended, write_whole
 
 
 class Decision(NamedTuple):
-    samples: int  # the run's position when the decision was made
-    position: int  # the position from which it applies, beyond everything that was loaded when it was made
+    samples: int  # the run's position when it was made
+    position: int  # the position from which it applies, beyond all samples that were loaded when it was made
     value: dict[str, Any]  # JSON values
 
 
 class Decisions:
-    """The decisions of a run, equal on all ranks: once made, they are a pure function of the position.
+    """The decisions of a run: equal on all ranks, and a pure function of the position.
 
-    A checkpoint has the decisions up to its step. The file also has later ones, so that a resume that follows them
-    repeats the run bit for bit.
+    A checkpoint has the decisions up to its step. The file also has later ones, so that a resume repeats the run bit
+    for bit.
 
     Args:
         path: The file to which rank 0 writes each decision as a line.
@@ -30,40 +30,36 @@ class Decisions:
     def __init__(self, path: Path, rank: int, made_with: Mapping[str, Any]) -> None:
         self.file, self.rank, self.made_with = Appended(path), rank, dict(made_with)
         self.made: list[Decision] = []
-        self.replaced: bytes | None = None  # the file's content without lines of other decisions
+        self.replaced: bytes | None = None  # the file's content without lines of dropped decisions
 
-    def begin(self, manifest: Mapping[str, Any], name: str, first: Callable[[Any], Any]) -> None:
+    def begin(self, manifest: Mapping[str, Any], name: str, broadcast: Callable[[Any], Any]) -> None:
         """Load the decisions of a checkpoint, then later ones from the file. A collective.
 
         Args:
             manifest: The checkpoint's manifest; empty for a new run.
-            name: Name of the callback that decides.
-            first: Returns rank 0's value on every rank.
-
-        Raises:
-            ConfigError: The checkpoint's decisions are malformed.
+            name: The callback that decides.
+            broadcast: Returns rank 0's value on every rank.
         """
         saved, samples = manifest.get("decisions", {}).get(name), manifest.get("samples", 0)
-        goes_on = fits(saved, dict) and saved.get("made_with") == self.made_with
-        made = [*(saved["made"] if goes_on and fits(saved.get("made"), list) else [])]
-        made += first([] if self.rank else self._later(samples, samples + 1 if goes_on else samples))
-        for one in made:
-            if not fits(one, tuple[int, int, dict]):
-                raise ConfigError(f"trainer.resume: the checkpoint has no valid decisions of {name}; take another one")
-        self.made = [Decision(*one) for one in made]
+        resumed = fits(saved, dict) and saved.get("made_with") == self.made_with
+        made = [*(saved["made"] if resumed and fits(saved.get("made"), list) else [])]
+        made += broadcast([] if self.rank else self._read(samples, samples + 1 if resumed else samples))
+        if not all(fits(decision, tuple[int, int, dict]) for decision in made):
+            raise ConfigError(f"trainer.resume: the checkpoint has no valid decisions of {name}; resume from another")
+        self.made = [Decision(*decision) for decision in made]
 
-    def _later(self, samples: int, least: int) -> list[list[Any]]:
-        """Read the decisions in the file that were made at position `least` or later."""
+    def _read(self, samples: int, start: int) -> list[list[Any]]:
+        """Read the decisions in the file that were made at position `start` or later."""
         lines = self.file.path.read_bytes().splitlines(keepends=True) if self.file.path.exists() else []
         later: list[list[Any]] = []
         kept: list[bytes] = []
         for line in lines:
-            one = parsed(line)
-            own = one is not None and one.pop("made_with") == self.made_with
-            if one and (own or one["samples"] <= samples):
+            decision = parsed(line)
+            own = decision is not None and decision.pop("made_with") == self.made_with
+            if decision and (own or decision["samples"] <= samples):
                 kept.append(line)
-            if one and own and one["samples"] >= least:
-                later.append([one.pop("samples"), one.pop("position"), one])
+            if decision and own and decision["samples"] >= start:
+                later.append([decision.pop("samples"), decision.pop("position"), decision])
         self.replaced = None if kept == lines else b"".join(kept)
         return later
 
@@ -72,12 +68,12 @@ class Decisions:
         return bool(self.made) and samples <= self.made[-1].samples
 
     def at(self, position: int) -> dict[str, Any] | None:
-        """Return the decision in force at `position`; None before the first one."""
-        return next((one.value for one in reversed(self.made) if one.position <= position), None)
+        """Return the decision in force at `position`, None before the first one."""
+        return next((d.value for d in reversed(self.made) if d.position <= position), None)
 
     def made_by(self, samples: int) -> dict[str, Any] | None:
-        """Return the last decision that was made up to `samples`, whether or not it is in force yet."""
-        return next((one.value for one in reversed(self.made) if one.samples <= samples), None)
+        """Return the last decision that was made up to `samples`, even if it is not in force yet."""
+        return next((d.value for d in reversed(self.made) if d.samples <= samples), None)
 
     def add(self, samples: int, position: int, value: dict[str, Any]) -> None:
         """Add a decision that applies from `position` on. Decisions that no later step needs are dropped."""
@@ -92,43 +88,39 @@ class Decisions:
             self.file.write(f"{json.dumps(line)}\n".encode())
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint's manifest."""
-        return {"made_with": self.made_with, "made": [list(one) for one in self.made]}
+        """Return JSON values for a checkpoint's manifest."""
+        return {"made_with": self.made_with, "made": [list(decision) for decision in self.made]}
 
     def close(self) -> None:
         self.file.close()
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Parse a line; None for one that a killed process has left unfinished."""
+    """Parse a line, or return None if a killed process has left it unfinished."""
     try:
-        one = json.loads(line)
+        found = json.loads(line)
     except ValueError:
         return None
     kinds = {"samples": int, "position": int, "made_with": dict}
-    valid = line.endswith(b"\n") and fits(one, dict) and all(fits(one.get(key), kind) for key, kind in kinds.items())
-    return one if valid else None
+    valid = line.endswith(b"\n") and fits(found, dict) and all(fits(found.get(key), kinds[key]) for key in kinds)
+    return found if valid else None
 
 
 def refuse_fixed_split(key: str, lockstep: bool, order: Any) -> None:
-    """Refuse strategies and data whose split a callback can't change.
+    """Refuse strategies and data whose split the callback `key` can't change.
 
     Args:
-        key: The callback's key.
         lockstep: Forward passes communicate.
         order: The order of the samples; None: the recipe yields batches.
-
-    Raises:
-        ConfigError: The message has the reason and the fix.
     """
     name = key.removeprefix("callbacks.")
     if lockstep:
         raise ConfigError(
-            f"{key}: a forward pass communicates with this sharding, so every rank must make as many; "
+            f"{key}: a forward pass communicates with this sharding, so every rank must run the same number; "
             f"leave {name} or the sharding out"
         )
     if order is None:
         raise ConfigError(
-            f"{key}: recipe.data('train') is an iterable, which cuts the batches itself; return a dataset or "
+            f"{key}: recipe.data('train') is an iterable of batches, whose size is fixed; return a dataset or "
             f"shards, or leave {name} out"
         )

@@ -11,25 +11,25 @@ from torch import Tensor
 
 
 class Upload:
-    """The copy of one batch to the device of `stream`, which overlaps with the computation of another batch."""
+    """Copies a batch to the device of `stream` while another batch is being computed."""
 
     def __init__(self, batch: Any, stream: torch.cuda.Stream) -> None:
         self.batch, self.stream, self.begun = batch, stream, False
 
     def begin(self) -> None:
         if not self.begun:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # it may still be using the memory
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # which may still use the memory
             with torch.cuda.stream(self.stream):
                 self.batch, self.begun = map_tensors(self.batch, self._copy), True
 
     def wait(self) -> Any:
-        """Make the current stream wait for the copy, and return the copy."""
+        """Return the copy; the current stream waits for it."""
         self.begin()
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         return self.batch
 
     def take(self) -> Any:
-        """Return the batch, and drop the reference to it."""
+        """Return the batch, and drop this object's reference to it."""
         batch, self.batch = self.batch, None
         return batch
 
@@ -43,24 +43,24 @@ class Upload:
 
 
 def upload(micros: Iterator[Any], stream: "torch.cuda.Stream | None") -> Iterator[Any]:
-    """Yield micro-batches with their `batch` on the device, copying each while the previous one is computed."""
+    """Yield micro-batches on the device, each copied while the previous one is being computed."""
     if stream is None:
         yield from micros
         return
     ahead: list[tuple[Any, Upload]] = []
     for following in itertools.chain(micros, [None]):
-        given = ahead.pop() if ahead else None
-        if given:
-            given[1].wait()  # before the next copy begins, because `wait` waits for all copies that have begun
+        current = ahead.pop() if ahead else None
+        if current:
+            current[1].wait()  # before the next copy begins, because `wait` waits for all copies that have begun
         if following is not None:
             ahead.append((following._replace(batch=None), Upload(following.batch, stream)))
             ahead[0][1].begin()
-        if given:
-            yield given[0]._replace(batch=given[1].take())
+        if current:
+            yield current[0]._replace(batch=current[1].take())
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to each tensor in `value`, and to other objects that have `to`, in copies of the containers."""
+    """Copy nested containers, with `change` applied to each tensor and each other object that has `to`."""
     if isinstance(value, Tensor):
         return change(value)
     kind: Any = type(value)
@@ -80,6 +80,6 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         changed = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(changed, field.name, map_tensors(getattr(value, field.name), change))  # also of a frozen
+            object.__setattr__(changed, field.name, map_tensors(getattr(value, field.name), change))  # may be frozen
         return changed
     return value

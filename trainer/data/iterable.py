@@ -19,48 +19,39 @@ from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.rng import GOLDEN, MASK, seed_all
 
-MOST = 1 << 16  # the most values of a tensor that `digest` reads
+MAX_VALUES = 1 << 16  # values of a tensor that `digest` reads
 
 
 @dataclass(frozen=True)
 class Iterated:
-    """An iterable of batches that a recipe has returned, such as a DataLoader, or a stream of samples.
+    """An iterable of batches that a recipe has returned, such as a DataLoader, or a stream of samples."""
 
-    Args:
-        given: The iterable, or a `Stream` of it.
-        most: The number of batches of each pass; each rank counts its own. None: all.
-    """
-
-    given: Any
-    most: int | None = None
+    given: Any  # the iterable, or a `Stream` of it
+    most: int | None = None  # batches of each pass on each rank; None: all
     size: ClassVar[int] = 0  # the number of samples, which is unknown
 
     @property
     def fingerprint(self) -> str:
-        """Distinguish different limits, because an iterable's content is unknown."""
+        """The limit only, because an iterable's content is unknown."""
         return "iterable" if self.most is None else f"iterable first {self.most}"
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples in each batch; None if it is unknown."""
         return batch_size_of(self.given)
 
     def order(self, lanes: int, block: int) -> None:
-        """Return None: the iterable has an order of its own."""
+        """Return None: the iterable has its own order."""
 
     def batches_in(self, ranks: int) -> int | None:
-        """Return the number of batches per pass on the rank with the most; None if the iterable has no length."""
-        whole = batches_in(self.given, ranks)
-        return whole if whole is None or self.most is None else min(whole, self.most)
+        """Return the number of batches per pass on the rank with the most, None if the iterable has no length."""
+        count = batches_in(self.given, ranks)
+        return count if count is None or self.most is None else min(count, self.most)
 
     def first(self, batches: int, batch: int, micros: int, key: str) -> "Iterated":
-        """Return the first batches of each pass; `micros` of a rank's make up one of the run's.
+        """Return the first batches of each pass, of which a rank needs `micros` for one of the run's.
 
         Args:
             key: The setting, for errors.
-
-        Raises:
-            ConfigError: The iterable can't be restarted.
         """
         if is_used_up(self.given):
             raise ConfigError(
@@ -74,7 +65,7 @@ class Iterated:
 
 
 def is_used_up(data: Any) -> bool:
-    """Return whether an iterable can be iterated only once: it is its own iterator, or always returns the same one."""
+    """Return whether an iterable can be iterated only once, because it always returns the same iterator."""
     data = data.samples if isinstance(data, Stream) else data
     fresh = isinstance(data, DataLoader | IterableDataset | Sequence)  # an iterator of these may start processes
     return isinstance(data, Iterator) or (not fresh and iter(data) is iter(data))
@@ -83,39 +74,39 @@ def is_used_up(data: Any) -> bool:
 def replay(
     source: Iterable[Any], weight: Callable[[Any], int] | None, key: int, endless: bool, given: Iterated
 ) -> Generator[Micro]:
-    """Yield the batches of `source`, this rank's part of `given`; a replay draws the same random numbers.
+    """Yield the batches of `source`, this rank's part of `given`. A replay draws the same random numbers.
 
-    `random` and NumPy are seeded at the start, because the trainer does not use them between batches. Torch is seeded
-    before each batch, because training uses it.
+    `random` and NumPy are seeded once, because the trainer does not use them between batches. Torch is seeded before
+    each batch, because training uses it.
 
     Args:
         weight: Counts the items of a batch; None: count its samples.
     """
     seed_all(key)
     count = weight or count_samples
-    for walked in itertools.count():
+    for epoch in itertools.count():
         batch = None
-        begin_pass(source, walked, endless)
+        begin_pass(source, epoch, endless)
         for batch in itertools.islice(source, given.most):
             try:
                 items = count(batch)
             except DataError as error:
-                raise DataError(f"{error}{'' if weight else way_of_samples(given.given)}") from None
+                raise DataError(f"{error}{'' if weight else hint_at_samples(given.given)}") from None
             yield Micro(batch, items, [], [])
             key = key + GOLDEN & MASK
             torch.default_generator.manual_seed(key)
         if not endless:
             return
         if batch is None:
-            raise DataError(f"recipe.data('train'): {why_no_batch(source, walked)}")
+            raise DataError(f"recipe.data('train'): {explain_no_batch(source, epoch)}")
 
 
-def why_no_batch(source: Iterable[Any], walked: int) -> str:
-    """Explain why a pass over training data yielded no batch, and how to fix it, after `walked` non-empty passes."""
-    if not walked and isinstance(source, Batches):
+def explain_no_batch(source: Iterable[Any], epoch: int) -> str:
+    """Explain why a pass over training data yielded no batch, and how to fix it."""
+    if not epoch and isinstance(source, Batches):
         few = f"stream has fewer samples on this rank than micro_batch={source.micro}"
         return f"a pass of the {few}; give a smaller batch, or more samples"
-    if not walked and isinstance(source, DataLoader):
+    if not epoch and isinstance(source, DataLoader):
         sampler: Any = source.batch_sampler
         if isinstance(sampler, BatchSampler) and sampler.drop_last:
             few = f"drop_last=True has fewer samples on this rank than batch_size={sampler.batch_size}"
@@ -126,13 +117,10 @@ def why_no_batch(source: Iterable[Any], walked: int) -> str:
 
 
 def refuse_other_size(source: Iterated, batch: Any, split: Split) -> None:
-    """Refuse a batch whose number of samples differs from a micro-batch of `split`, from which rates are computed.
+    """Refuse a batch that differs in size from a micro-batch of `split`, from which rates are computed.
 
-    A batch without a tensor to count samples by passes. So does one from a DataLoader that draws as many samples,
-    because its `collate_fn` may leave some out.
-
-    Raises:
-        DataError: The number of samples differs.
+    Batches pass if their samples can't be counted, or if their DataLoader has the right batch size: its `collate_fn`
+    may leave samples out.
     """
     try:
         samples = count_samples(batch)
@@ -144,12 +132,12 @@ def refuse_other_size(source: Iterated, batch: Any, split: Split) -> None:
             f"recipe.data('train'): a batch has {samples} samples, and this run's micro-batch is {split.micro} ({cut})"
             f"; yield batches of {split.micro}, or give micro_batch={samples}, "
             f"accumulate={split.accumulate} and batch={samples * split.world * split.accumulate}"
-            f"{way_of_samples(source.given)}"
+            f"{hint_at_samples(source.given)}"
         )
 
 
-def way_of_samples(source: Any) -> str:
-    """Return a hint on how to yield samples instead of batches; empty if `source` is known to yield either."""
+def hint_at_samples(source: Any) -> str:
+    """Return a hint for an iterable that may yield samples instead of batches; "" if it is known to yield batches."""
     if isinstance(source, list | tuple):
         return ". For a list of samples, return a Dataset"
     if isinstance(source, DataLoader) and source.batch_sampler is None:
@@ -159,9 +147,9 @@ def way_of_samples(source: Any) -> str:
 
 
 def warn_of_same_batches(batch: Any, data_rank: int, gather: Callable[[Any], list[Any]]) -> None:
-    """Warn if ranks have the same first batch, because they would all train on the same data. A collective."""
-    found: dict[int, str] = dict(gather([data_rank, digest(batch)]))
-    if len(set(found.values())) < len(found):
+    """Warn if ranks have the same first batch, as they would all train on the same data. A collective."""
+    digests: dict[int, str] = dict(gather([data_rank, digest(batch)]))
+    if len(set(digests.values())) < len(digests):
         log.warning(
             "recipe.data('train'): ranks have the same first batch, so they repeat each other's work; return a "
             "Dataset, which Echelon splits, or yield other batches on each torch.distributed.get_rank()"
@@ -169,13 +157,13 @@ def warn_of_same_batches(batch: Any, data_rank: int, gather: Callable[[Any], lis
 
 
 def digest(batch: Any) -> str:
-    """Return a hash of the values in `batch`. An object whose text lacks its value hashes differently on each rank."""
+    """Return a hash of the values in `batch`. Objects whose `repr` has their address differ on each rank."""
     hashed = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor) and value.layout == torch.strided:
-            some = value.detach().flatten()[:MOST].cpu().contiguous()
-            hashed.update(f"{value.dtype} {tuple(value.shape)}".encode() + some.view(torch.uint8).numpy().tobytes())
+            head = value.detach().flatten()[:MAX_VALUES].cpu().contiguous()
+            hashed.update(f"{value.dtype} {tuple(value.shape)}".encode() + head.view(torch.uint8).numpy().tobytes())
         elif isinstance(value, Mapping):
             add(list(value.items()))
         elif isinstance(value, list | tuple):
@@ -190,7 +178,7 @@ def digest(batch: Any) -> str:
 
 
 def preserve_rng_state(micros: Iterator[Micro]) -> Generator[Micro]:
-    """Yield `micros`, then restore the states of `random` and NumPy, which a training iterable may use."""
+    """Yield `micros`, then restore the states of `random` and NumPy, on which a training iterable may depend."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield from micros

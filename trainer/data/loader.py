@@ -1,4 +1,4 @@
-"""Loads a rank's batches in order from data workers: steps for training, micro-batches for validation."""
+"""Loads a rank's batches in order, from data workers: steps for training, micro-batches for validation."""
 
 import itertools
 import math
@@ -19,9 +19,9 @@ from trainer.data.iterable import Iterated, preserve_rng_state, refuse_other_siz
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
-from trainer.data.source import SampleFault, Samples, Several, Source, each_set
+from trainer.data.source import NamedSources, SampleFault, Samples, Source, by_prefix
 from trainer.data.stream import Stream
-from trainer.data.torch_loader import again, end_passes, end_workers, part_of
+from trainer.data.torch_loader import copy_loader, end_passes, end_workers, part_of
 from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import Terminal, doing, log
@@ -35,14 +35,10 @@ class Loader:
     """Batches of one rank: steps for training, micro-batches for validation.
 
     Args:
-        source: Samples by reference, or an iterable of batches.
         order: The order of the samples; None for an iterable.
-        split: The split of a step, unless `train` gets another; validation uses its largest micro-batch. The number of
-            micro-batches loaded ahead follows from it, or from the first step's split if that has more.
-        validation: Data of the same two kinds, or several, or None.
+        split: The split of a step, unless `train` gets another. Validation uses its largest micro-batch.
         timeout_s: Limit of the wait for a data worker.
         ranks_on_node: Ranks that share the folder of downloaded shards.
-        collate: Makes a batch from samples.
         weight: Counts the items that the loss of a batch averages over; None counts samples.
 
     Attributes:
@@ -56,7 +52,7 @@ class Loader:
         split: Split,
         options: DataOptions,
         *,
-        validation: Source | Several | None = None,
+        validation: Source | NamedSources | None = None,
         rank: int = 0,
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -71,13 +67,12 @@ class Loader:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.log_once = cache(log.info)  # otherwise each pass over the data would log the same
         self._parts: dict[tuple[int, bool], Iterable[Any]] = {}  # this rank's, by iterable and whether it trains
-        # Weak references, so that a dropped generator ends.
-        self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()
+        self._running: weakref.WeakSet[Generator[Any]] = weakref.WeakSet()  # weak, so that a dropped generator ends
 
     def train(
         self, start: int, split_at: Callable[[int], Split] | None = None, stop: float = math.inf
     ) -> Iterator[Step]:
-        """Yield steps endlessly, from position `start` of the stream of samples on.
+        """Yield steps endlessly, starting at sample `start` of the stream.
 
         Args:
             split_at: Returns the split of the step at a position. It must be pure, because a resume calls it again.
@@ -91,36 +86,35 @@ class Loader:
         if stream := self.stream:
             micros = map(partial(to_upload, stream=stream), micros)
         ahead: list[Micro] = []  # with a stream, the next step's first micro-batch, which is uploaded during this step
-        own = itertools.repeat(self.split.micros(self.rank))
-        for count in (split.micros(self.rank) for _, split in steps(start)) if split_at else own:
-            now = [*ahead, *itertools.islice(micros, count - len(ahead))]
+        constant = itertools.repeat(self.split.micros(self.rank))
+        for count in (split.micros(self.rank) for _, split in steps(start)) if split_at else constant:
+            current = [*ahead, *itertools.islice(micros, count - len(ahead))]
             if stream:
                 ahead = list(itertools.islice(micros, 1))
-            if not now:
+            if not current:
                 return
-            step = Step(now, ahead)
-            del now
+            step = Step(current, ahead)
+            del current
             yield step
             del step
 
     def copies(self) -> Copies:
-        """Record the present attributes of a map-style training data set; other data has none."""
+        """Record the attributes of the training data set, if it is map-style."""
         reader = self.source.reader if isinstance(self.source, Samples) else None
         return Copies(getattr(reader, "dataset", None))
 
     def validations(self) -> dict[str, Callable[[], Iterator[Micro]]]:
         """Return `validate` of each validation data set, by the prefix of its metrics."""
-        found = each_set(self.validation, "val") if self.validation is not None else {}
-        return {prefix: partial(self.validate, source) for prefix, source in found.items()}
+        sources = by_prefix(self.validation, "val") if self.validation is not None else {}
+        return {prefix: partial(self.validate, source) for prefix, source in sources.items()}
 
     def validate(self, source: Source | None = None) -> Iterator[Micro]:
-        """Yield every sample of `source`, by default of `validation`, once over all ranks, in the stored order.
+        """Yield every sample of `source`, by default `validation`, once over all ranks, in the stored order.
 
         The last micro-batch may be smaller, and a rank may have none.
         """
         data = self.validation if source is None else source
-        assert data is not None and not isinstance(data, Several)
-        batches = 0  # not known
+        assert data is not None and not isinstance(data, NamedSources)
         if isinstance(data, Samples):
             first, last = near_equal(sum(data.counts), self.rank, self.split.world)
             batches = -(-(last - first) // self._size(data))
@@ -129,12 +123,12 @@ class Loader:
         else:
             batches = data.batches_in(self.split.world) or 0
             micros = self._replay(data, endless=False)
-        return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
+        return with_progress(upload(self._run(preserve_rng_state(micros)), self.stream), batches)
 
-    def first_batches(self, samples: int, what: str) -> Generator[Micro]:
+    def first_batches(self, samples: int, purpose: str) -> Generator[Micro]:
         """Yield this rank's micro-batches of the first training steps, up to `samples` samples.
 
-        The terminal shows `what` they are for. The position of `train` does not change. Bad samples are left out, not
+        The terminal shows their `purpose`. The position of `train` does not change. Bad samples are left out, not
         replaced. The data must be samples by reference.
         """
         order, source = self.order, self.source
@@ -144,7 +138,7 @@ class Loader:
         ends = self._step_ends(iter(steps))
         micros = self._load(source, self._refs(order, iter(steps)), needs, 1, self.options.prefetch, ends)
         batches = len(steps) * self.split.micros(self.rank)
-        return shown(upload(self._run(preserve_rng_state(micros)), self.stream), batches, what)
+        return with_progress(upload(self._run(preserve_rng_state(micros)), self.stream), batches, purpose)
 
     def close(self) -> None:
         """End the iterators of `train` and `validate` and their workers, and close this process's shards."""
@@ -171,8 +165,7 @@ class Loader:
 
         lanes = -(-self.options.shuffle_shards // self.split.world)
         accumulate = max(self.split.micros(self.rank), next(steps())[1].micros(self.rank))
-        each = AHEAD * accumulate / max(1, self.options.workers)
-        ahead = max(self.options.prefetch, math.ceil(each))
+        ahead = max(self.options.prefetch, math.ceil(AHEAD * accumulate / max(1, self.options.workers)))
         micros = self._load(source, self._refs(order, steps()), needs, lanes, ahead, self._step_ends(steps()))
         return self._run(replace_bad(micros))
 
@@ -184,7 +177,7 @@ class Loader:
                 yield local[slice(*near_equal(len(local), part, accumulate))]
 
     def _step_ends(self, steps: Iterator[tuple[int, Split]]) -> Iterator[bool]:
-        """Yield whether each micro-batch is the last of its step."""
+        """Yield for each micro-batch whether it is the last of its step."""
         for _, split in steps:
             yield from itertools.repeat(False, split.micros(self.rank) - 1)
             yield True
@@ -219,8 +212,8 @@ class Loader:
         return own if own and self.takes_own else self.split.micro
 
     def _replay(self, source: Iterated, endless: bool) -> Generator[Micro]:
-        own = self._own(source.given, endless)
-        return replay(own, self.weight, mix(self.seed, ITERABLE, self.rank), endless, source)
+        part = self._own(source.given, endless)
+        return replay(part, self.weight, mix(self.seed, ITERABLE, self.rank), endless, source)
 
     def _own(self, source: Any, endless: bool) -> Iterable[Any]:
         """Return this rank's batches of an iterable."""
@@ -231,24 +224,24 @@ class Loader:
             part: Any = part_of(source, self.rank, world, mix(self.seed, ITERABLE, world), self.log_once)
             trained = isinstance(self.source, Iterated) and part is self.source.given
             shared = not endless and trained and isinstance(part, DataLoader)
-            self._parts[key] = again(part) if shared else part
+            self._parts[key] = copy_loader(part) if shared else part
         return self._parts[key]
 
     def _load(
         self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int,
         ends: Iterator[bool] | None = None,
     ) -> Generator[Micro]:  # fmt: skip
-        """Yield the micro-batches of `micro_refs`, in this order, from workers.
+        """Yield the micro-batches of `micro_refs` from workers, in order.
 
         Args:
             needs: Yields the shards of the micro-batches up to each end.
             ahead: Micro-batches that each worker loads ahead.
-            ends: Yields whether each micro-batch is such an end; None: all are.
+            ends: Yields for each micro-batch whether it is such an end; None: all are.
         """
         to_load, to_name, later = itertools.tee(micro_refs, 3)
         workers, timeout_s = self.options.workers, self.timeout_s
-        coming = itertools.islice(later, max(1, workers), None)  # the next micro-batch of the same worker
-        to_load = itertools.zip_longest(to_load, coming, fillvalue=[])
+        following = itertools.islice(later, max(1, workers), None)  # the next micro-batch of the same worker
+        to_load = itertools.zip_longest(to_load, following, fillvalue=[])
         loader = partial(
             DataLoader,
             Fetch(source, self.collate, self.weight or count_samples),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
@@ -261,47 +254,47 @@ class Loader:
         )
         batches = start_workers(loader, to_load, source.reader.begin_worker) if workers else loader(sampler=to_load)
         try:
-            with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as passed:
+            with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as count_done:
                 for fetched, refs, end in zip(batches, to_name, ends or itertools.repeat(True), strict=False):
                     if isinstance(fetched, Exception):
                         raise fetched
                     if end:
-                        passed()
+                        count_done()
                     batch, weight, bad = fetched
                     micro = Micro(batch, weight, refs, bad)
                     del fetched, batch  # so that only the consumer keeps the batch
                     yield micro
                     del micro
         except (FileNotFoundError, RuntimeError) as error:
-            if why := lost_batches(error, batches, timeout_s):
-                raise UnavailableError(why) from None
+            if reason := lost_batches(error, batches, timeout_s):
+                raise UnavailableError(reason) from None
             raise
 
 
 class Fetch:
-    """The dataset of a DataLoader: in a worker, loads a batch, its weight and the list of its bad samples.
+    """The dataset of a DataLoader: in a worker, loads a batch, its weight and its bad samples.
 
-    If all samples are bad, the batch is None. Data errors are returned, because raising one would add the worker's
-    traceback to its message.
+    If all samples are bad, the batch is None. Errors are returned, because torch would add the worker's traceback to
+    the message of a raised one.
     """
 
     def __init__(self, source: Samples, collate: Callable[[list[Any]], Any], weight: Callable[[Any], int]) -> None:
         self.source, self.collate, self.weight = source, collate, weight
-        self.sent = False  # a batch has gone to the rank, or is about to
+        self.sendable = False  # a first batch can be sent to the rank
 
     def __getitem__(self, now_and_next: tuple[list[Ref], list[Ref]]) -> tuple[Any, int, list[Bad]] | Exception:
-        refs, coming = now_and_next
+        refs, following = now_and_next
         try:
-            self.source.reader.prefetch(coming)  # the disk reads the next samples while these are decoded
+            self.source.reader.prefetch(following)  # the disk reads the next samples while these are decoded
             good, bad = self.source.batch(refs)
-            left_out = {each.ref for each in bad}
+            left_out = {sample.ref for sample in bad}
             kept = [ref for ref in refs if ref not in left_out]
             batch = self.source.collate(kept, good, self.collate) if good else None
             if good and batch is None:
                 raise ConfigError("recipe.collate(): returned None; return the batch")
-            if good and not self.sent:
+            if good and not self.sendable:
                 refuse_unsendable(batch)
-                self.sent = True
+                self.sendable = True
             return batch, self.weight(batch) if good else 0, bad
         except SampleFault as error:
             return error
@@ -309,11 +302,11 @@ class Fetch:
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
 
 
-def shown(micros: Iterator[Micro], batches: int, what: str = "validating") -> Generator[Micro]:
-    """Show on the terminal which of the `batches` has been reached; 0: their number is unknown."""
-    with doing(what):
+def with_progress(micros: Iterator[Micro], batches: int, purpose: str = "validating") -> Generator[Micro]:
+    """Show the number of the current batch on the terminal, out of `batches` unless that is 0."""
+    with doing(purpose):
         for number, micro in enumerate(micros, start=1):
-            Terminal.doing = f"{what} {number}/{batches}" if batches else f"{what} {number}"
+            Terminal.doing = f"{purpose} {number}/{batches}" if batches else f"{purpose} {number}"
             yield micro
             del micro
 

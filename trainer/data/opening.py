@@ -19,36 +19,30 @@ from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Maps
-from trainer.data.source import MapReader, Samples, Several, Source
+from trainer.data.source import MapReader, NamedSources, Samples, Source
 from trainer.data.stream import Stream, is_stream
-from trainer.errors import (
-    ConfigError,
-    DataError,
-)
+from trainer.errors import ConfigError, DataError
 from trainer.log import log
 from trainer.process.environment import Place
 from trainer.rng import RECIPE_DATA, mix, seed_all
 
-NAME = re.compile(r"[\w.-]+")  # of one of several data sets
+NAME = re.compile(r"[\w.-]+")  # of a data set for validation
 VIRTUAL_SHARDS = 65536  # the most shards of a map-style dataset, so many that shuffling moves single samples
 Transform = Callable[[Any, Generator], Any]
 
 
-def in_turns(place: Place, each: Callable[[Any], list[Any]], call: Callable[[], Any]) -> Any:
+def in_turns(place: Place, gather: Callable[[Any], list[Any]], call: Callable[[], Any]) -> Any:
     """Call on rank 0 first, which prepares shared files, then on one rank of each other node, then on all others.
 
-    A collective.
-
-    Args:
-        each: Returns the values of all ranks on every rank.
+    A collective. `gather` returns the values of all ranks on every rank.
     """
     turn = 2 if place.local_rank else 1 if place.rank else 0
     for _ in range(turn):
-        each(None)
-    found = call()
+        gather(None)
+    result = call()
     for _ in range(turn, 2):
-        each(None)
-    return found
+        gather(None)
+    return result
 
 
 def prepare_files(recipe: Any, seed: int, here: bool) -> None:
@@ -65,17 +59,13 @@ def open_source(
     options: DataOptions | None = None,
     timeout_s: float = math.inf,
     validates: bool | None = None,
-) -> Source | Several | None:
+) -> Source | NamedSources | None:
     """Open the recipe's data of `split`; None if there is none (validation only).
 
-    A mapping of names to data sets is opened as `Several`, but not for training.
+    A mapping of names to data sets is opened as `NamedSources`, but not for training.
 
     Args:
-        validates: The samples are not for training, so `val_transform` applies; None: unless `split` is "train".
-
-    Raises:
-        DataError, ConfigError: Shards fail as in `find_shards` and `Index.open`.
-        DataError: The data is empty, or can be used only once.
+        validates: The samples are not for training, so `val_transform` applies. None: unless `split` is "train".
     """
     # Both splits get the same seed, so that a `random_split` in `data` is the same both times.
     seed_all(mix(seed, RECIPE_DATA))
@@ -83,24 +73,16 @@ def open_source(
     transform = transform_of(recipe, options, split != "train" if validates is None else validates)
     if data is None:
         return None
-    sets = isinstance(data, Mapping) and bool(data) and not any(isinstance(w, int | float) for w in data.values())
-    if (
-        sets
-        and split == "train"
-        and any(hasattr(part, "__getitem__") and not isinstance(part, str) for part in data.values())
-    ):
-        raise ConfigError("recipe.data('train'): returned a dict of data sets; return one of them, as data[split]")
-    if split != "train" and isinstance(data, Mapping) and (sets or not data):
-        return several(data, split, lambda part: open_data(transform, part, split, seed, options, timeout_s))
+    if isinstance(data, Mapping) and not any(isinstance(weight, int | float) for weight in data.values()):
+        if split != "train":
+            return named(data, split, lambda part: open_data(transform, part, split, seed, options, timeout_s))
+        if any(hasattr(part, "__getitem__") and not isinstance(part, str) for part in data.values()):
+            raise ConfigError("recipe.data('train'): returned a dict of data sets; return one of them, as data[split]")
     return open_data(transform, data, split, seed, options, timeout_s)
 
 
 def returned(recipe: Any, split: str) -> Any:
-    """Return `recipe.data(split)`.
-
-    Raises:
-        ConfigError: It asks for the rank, which the process that plans the run does not have.
-    """
+    """Return `recipe.data(split)`. It can't ask for the rank, since the run is planned before there are ranks."""
     try:
         return recipe.data(split)
     except (ValueError, RuntimeError) as error:
@@ -165,12 +147,7 @@ def iterated(source: Any, data: Any, split: str) -> Iterated:
 
 
 def refuse_no_data(data: Any, split: str) -> None:
-    """Raise an error if `data` can't be iterated, or is an empty list.
-
-    Raises:
-        ConfigError: The value has a wrong type.
-        DataError: The list is empty, as `glob.glob` of a missing folder is.
-    """
+    """Raise a ConfigError for a wrong type, and a DataError for an empty list, as from `glob` in a missing folder."""
     key, form = f"recipe.data({split!r})", "return shards, a Dataset, or an iterable of batches"
     parts = list(data.values()) if isinstance(data, Mapping) and split == "train" else data
     if isinstance(parts, list | tuple) and any(isinstance(part, DataLoader | Dataset) for part in parts):
@@ -196,12 +173,8 @@ def refuse_no_data(data: Any, split: str) -> None:
         raise ConfigError(f"{key}: returned a value of type {type(data).__name__}; {form}")
 
 
-def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Source]) -> Several:
-    """Open each data set of a mapping of names.
-
-    Raises:
-        DataError: The mapping is empty, or a name or a data set can't be used.
-    """
+def named(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Source]) -> NamedSources:
+    """Open each data set of a mapping of names."""
     if not data:
         raise DataError(f"recipe.data({split!r}): returned an empty dict; return data sets by name, or None for none")
     for name, part in data.items():
@@ -210,11 +183,11 @@ def several(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Sour
                 f"recipe.data({split!r}): {name!r} is {'None' if part is None else 'not a name'}; give data sets by "
                 "names of letters, digits, '_', '-' and '.', as {'clean': dataset, 'noisy': other}"
             )
-    return Several({name: open_part(part) for name, part in data.items()})
+    return NamedSources({name: open_part(part) for name, part in data.items()})
 
 
 def is_map_style(data: Any) -> bool:
-    """Return whether `data` has samples by index. So have Hugging Face's datasets, without a base class of torch."""
+    """Return whether `data` has samples by index, as Hugging Face's data sets have without a base class of torch."""
     if isinstance(data, Dataset):
         return not isinstance(data, IterableDataset)
     batches = isinstance(data, Sequence | np.ndarray | Tensor)  # a list of batches, or a tensor of them
@@ -234,7 +207,7 @@ def map_style(data: Any, split: str, transform: Any, seed: int) -> Samples:
 def mixture(
     data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions, timeout_s: float
 ) -> Samples:
-    """Open a mixture, a dict of shards -> weight. One index has the shards of all data sets, in order."""
+    """Open a mixture, a dict from shards to weights. One index has the shards of all data sets, in order."""
     for shards, weight in data.items():
         if not isinstance(shards, str | Path) or not isinstance(weight, int | float) or isinstance(weight, bool):
             raise DataError(
@@ -246,8 +219,8 @@ def mixture(
             f"recipe.data({split!r}): an empty mixture; give a dict as {{'wiki-*.tar': 3, 'books-*.tar': 1}}"
         )
     indices = [Index.open(find_shards(shards, options), Progress()) for shards in data]
-    index = Index([shard for each in indices for shard in each.shards])
-    mixed = [(len(each.shards), float(weight)) for each, weight in zip(indices, data.values(), strict=True)]
+    index = Index([shard for part in indices for shard in part.shards])
+    mixed = [(len(part.shards), float(weight)) for part, weight in zip(indices, data.values(), strict=True)]
     fingerprint = hashlib.sha256(f"{index.fingerprint} {mixed}".encode()).hexdigest()
     reader = ShardReader(index, options.decoders, timeout_s)
     return Samples(reader, index.counts, fingerprint, transform, seed, mixed)

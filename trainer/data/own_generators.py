@@ -1,4 +1,4 @@
-"""Random generators that a data set or its transforms keep as attributes; seeded per sample, like the global ones."""
+"""Finds and seeds random generators that a data set or its transforms keep as attributes."""
 
 import random
 from collections import deque
@@ -14,34 +14,34 @@ from trainer.rng import GOLDEN, MASK
 
 KINDS = (np.random.RandomState, np.random.Generator, random.Random, torch.Generator)
 LEAVES = (str, bytes, int, float, Tensor, np.ndarray, nn.Module, type, FunctionType, ModuleType, type(None))
-MOST = 10_000  # the most objects that are searched
-MEMBERS = 100  # the longest list or dict that is searched; longer ones contain samples
+MAX_OBJECTS = 10_000  # objects that a search visits
+MAX_MEMBERS = 100  # longest list or dict that is searched; longer ones contain samples
 
 
 def generators_in(root: Any) -> list[Any]:
-    """Find the generators in the attributes of an object and its class, recursively. Each is returned once."""
-    ahead, seen, found = deque([root]), {id(root)}, list[Any]()
-    while ahead and len(seen) < MOST:
-        value = ahead.popleft()
+    """Return each generator in the attributes of an object and its class, recursively."""
+    queue, seen, found = deque([root]), {id(root)}, list[Any]()
+    while queue and len(seen) < MAX_OBJECTS:
+        value = queue.popleft()
         if isinstance(value, KINDS):
             found.append(value)
             continue
         for part in parts_of(value):
             if id(part) not in seen and not isinstance(part, LEAVES):
                 seen.add(id(part))
-                ahead.append(part)
+                queue.append(part)
     return found
 
 
 def parts_of(value: Any) -> Iterator[Any]:
     if isinstance(value, list | tuple | dict):
-        if len(value) <= MEMBERS:
+        if len(value) <= MAX_MEMBERS:
             yield from value.values() if isinstance(value, dict) else value
         return
-    own = getattr(value, "__dict__", None)
-    yield from own.values() if isinstance(own, dict) else ()
-    of_class = (each for kind in type(value).__mro__ for each in vars(kind).values())
-    yield from (each for each in of_class if isinstance(each, KINDS))
+    attributes = getattr(value, "__dict__", None)
+    yield from attributes.values() if isinstance(attributes, dict) else ()
+    class_attributes = (part for kind in type(value).__mro__ for part in vars(kind).values())
+    yield from (part for part in class_attributes if isinstance(part, KINDS))
 
 
 def seed_each(generators: list[Any], key: int) -> None:

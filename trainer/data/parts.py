@@ -1,4 +1,4 @@
-"""Runs a step on smaller parts of its batches."""
+"""Splits a step's batches into smaller parts."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +11,9 @@ from trainer.data.resize import cut_batch
 
 
 class Parts(Step):
-    """A step whose batches are cut into parts of at most `most` samples. No backward pass reduces gradients.
+    """A step whose batches are split into parts of at most `most` samples. No backward pass reduces gradients.
 
-    Args:
-        weigh: Counts the items of a part.
-        key: The calling callback's key, for errors.
+    `weigh` counts the items of a part. `key` is the calling callback's key, for errors.
     """
 
     reduces = False
@@ -31,12 +29,12 @@ class Parts(Step):
             yield from zip(cut, self.parts[-1], strict=True)
 
     def merge(self, losses: list[Tensor]) -> list[Tensor]:
-        """Combine the losses of the parts into each batch's loss, the mean over its items."""
+        """Return each batch's loss, the mean of its parts' losses weighted by their items."""
         rest = iter(losses)
-        return [merged([(next(rest), weight) for weight in weights]) for weights in self.parts]
+        return [weighted_mean([(next(rest), weight) for weight in weights]) for weights in self.parts]
 
 
-def merged(losses: list[tuple[Tensor, int]]) -> Tensor:
+def weighted_mean(losses: list[tuple[Tensor, int]]) -> Tensor:
     total = sum(weight for _, weight in losses)
     if len(losses) == 1 or not total:
         return losses[0][0]

@@ -1,4 +1,4 @@
-"""Cuts a batch in memory into smaller ones, or repeats its samples to make a larger one."""
+"""Splits a batch in memory into smaller ones, or repeats its samples to make a larger one."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -14,13 +14,10 @@ from trainer.errors import DataError
 
 
 def cut_batch(batch: Any, most: int, key: str) -> list[Any]:
-    """Cut a batch along dimension 0 into the fewest parts of at most `most` samples. The parts are views.
+    """Split a batch along dimension 0 into the fewest parts of at most `most` samples. The parts are views.
 
     Args:
         key: The calling callback's key, for errors.
-
-    Raises:
-        DataError: The batch contains something other than tensors with one row per sample.
     """
     samples = count_samples(batch)
     parts = -(-samples // most)
@@ -32,22 +29,14 @@ def cut_batch(batch: Any, most: int, key: str) -> list[Any]:
 
 
 def repeat_batch(batch: Any, samples: int, key: str) -> Any:
-    """Make a batch of `samples` samples by repeating those of `batch`.
-
-    Raises:
-        DataError: The batch contains something other than tensors with one row per sample.
-    """
+    """Make a batch of `samples` samples by repeating those of `batch`."""
     count = count_samples(batch)
     refuse_uncuttable(batch, count, key)
     return map_tensors(batch, lambda tensor: tensor[torch.arange(samples, device=tensor.device) % count])
 
 
 def refuse_uncuttable(batch: Any, samples: int, key: str) -> None:
-    """Refuse a batch that contains anything other than tensors with one row per sample.
-
-    Raises:
-        DataError: The message names the part.
-    """
+    """Raise a DataError that names the first part that is not a tensor with one row per sample."""
     for name, leaf in leaves(batch, "batch"):
         if leaf is not None and not (isinstance(leaf, Tensor) and leaf.shape[:1] == (samples,)):
             kind = f"a tensor of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -58,7 +47,6 @@ def refuse_uncuttable(batch: Any, samples: int, key: str) -> None:
 
 
 def leaves(value: Any, name: str) -> list[tuple[str, Any]]:
-    """List the values in nested containers of a batch, with their names."""
     if isinstance(value, Mapping):
         return [leaf for key, item in value.items() for leaf in leaves(item, f"{name}[{key!r}]")]
     if isinstance(value, list | tuple) and not hasattr(value, "to"):

@@ -1,4 +1,4 @@
-"""Opened data: samples by reference, an iterable of batches, or several of these by name."""
+"""Reads and collates opened data: samples by reference, or several data sets by name."""
 
 import hashlib
 import itertools
@@ -34,7 +34,7 @@ Transform = Callable[[Any, Generator], Any]
 
 
 class SampleFault(RuntimeError):
-    """An error in the recipe's or dataset's code while making a sample or a batch. The sample itself is not bad."""
+    """An error in the recipe's or the dataset's code. The sample itself is not bad."""
 
 
 class Samples:
@@ -47,7 +47,7 @@ class Samples:
         mixed: For a mixture, the number of shards and the weight of each data set.
     """
 
-    batch_size: int | None = None  # it has no batches of its own
+    batch_size: int | None = None  # samples have no batches yet
 
     def __init__(
         self,
@@ -65,7 +65,6 @@ class Samples:
 
     @property
     def size(self) -> int:
-        """The number of samples."""
         return sum(self.counts)
 
     def order(self, lanes: int, block: int) -> Order | Mixture:
@@ -77,39 +76,33 @@ class Samples:
 
     def first(self, batches: int, batch: int, micros: int, key: str) -> "Samples":
         """Return the first samples in the stored order. Each data set of a mixture contributes its share."""
-        most = batches * batch
-        total, done = sum(weight for _, weight in self.mixed), 0.0
+        samples = batches * batch
+        total, done = sum(weight for _, weight in self.mixed) or 1.0, 0.0
         rest, counts = iter(self.counts), list[int]()
         for shards, weight in self.mixed or [(len(self.counts), 1.0)]:
-            share = max(1, round(most * (done + weight) / (total or 1.0)) - round(most * done / (total or 1.0)))
+            share = max(1, round(samples * (done + weight) / total) - round(samples * done / total))
             done += weight
             own = list(itertools.islice(rest, shards))
-            before = itertools.accumulate(own, initial=0)
-            counts += [min(count, max(0, share - start)) for count, start in zip(own, before, strict=False)]
+            starts = itertools.accumulate(own, initial=0)
+            counts += [min(count, max(0, share - start)) for count, start in zip(own, starts, strict=False)]
         while counts and not self.mixed and not counts[-1]:
             counts.pop()
-        fingerprint = hashlib.sha256(f"{self.fingerprint} first {most}".encode()).hexdigest()
+        fingerprint = hashlib.sha256(f"{self.fingerprint} first {samples}".encode()).hexdigest()
         return Samples(self.reader, counts, fingerprint, self.transform, self.seed, self.mixed)
 
     def close(self) -> None:
         self.reader.close()
 
-    def __getitem__(self, ref: Ref) -> Any:
-        good, bad = self.batch([ref])
-        if bad:
-            raise DataError(bad[0].why)
-        return good[0]
-
     def _keys(self, refs: Sequence[Ref]) -> list[int]:
         """Return the key of each sample's random numbers."""
         keys: list[int] = []
-        for epoch, some in itertools.groupby(refs, EPOCH):
-            numbers = [self.bases[shard] + offset for _, shard, offset in some]
+        for epoch, group in itertools.groupby(refs, EPOCH):
+            numbers = [self.bases[shard] + offset for _, shard, offset in group]
             keys += mix_each(self.seed, SAMPLE, epoch, last=np.array(numbers, np.uint64)).tolist()
         return keys
 
     def batch(self, refs: list[Ref]) -> tuple[list[Any], list[Bad]]:
-        """Read the samples; return the good ones and the damaged ones."""
+        """Read samples, and return the good ones and the damaged ones."""
         good: list[Any] = []
         bad: list[Bad] = []
         read, transform = self.reader.read, self.transform
@@ -129,14 +122,14 @@ class Samples:
             except (*EXIT_CODES, MemoryError):
                 raise
             except Exception as error:
-                raise SampleFault(self._blame(ref, error)) from None
+                raise SampleFault(self._trace(ref, error)) from None
         return good, bad
 
     def collate(self, refs: list[Ref], samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
         """Return the batch of these samples.
 
         Raises:
-            DataError: The message names the sample that does not fit.
+            DataError: torch's `default_collate` fails. The message names the sample that does not fit.
             UnavailableError: /dev/shm has no room for the batch.
             SampleFault: A `collate` of the recipe fails. The message names the sample and has the frames.
         """
@@ -151,23 +144,23 @@ class Samples:
                 for some in ([sample], [samples[0], sample]):
                     try:
                         collate(some)
-                    except Exception as same:
-                        raise self._misfit(ref, sample, same, collate) from None
-            raise SampleFault(self._blame(refs[0], error, "the batch from this sample on can't be made: ")) from None
+                    except Exception as cause:
+                        raise self._misfit(ref, sample, cause, collate) from None
+            raise SampleFault(self._trace(refs[0], error, "the batch from this sample on can't be made: ")) from None
 
     def _misfit(self, ref: Ref, sample: Any, error: Exception, collate: Any) -> Exception:
-        """Return the error of a sample for which `collate` fails, alone or together with the first one of its batch."""
+        """Return the error for a sample that `collate` rejects, alone or with the first one of its batch."""
         if collate is not default_collate:
-            return SampleFault(self._blame(ref, error, "does not fit into a batch: "))
+            return SampleFault(self._trace(ref, error, "does not fit into a batch: "))
         if sample is None:
             return DataError(f"{self.where(ref)}: is None; return the sample from {maker_of(self.transform)}")
-        form = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
-        return DataError(f"{self.where(ref)}: does not fit into a batch ({error}); {form}")
+        fix = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
+        return DataError(f"{self.where(ref)}: does not fit into a batch ({error}); {fix}")
 
-    def _blame(self, ref: Ref, error: Exception, what: str = "") -> str:
+    def _trace(self, ref: Ref, error: Exception, problem: str = "") -> str:
         """Return a message with the sample and the frames, because a worker does not send its traceback."""
         frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-        return f"{self.where(ref)}: {what}{type(error).__name__}: {error}\n{frames}"
+        return f"{self.where(ref)}: {problem}{type(error).__name__}: {error}\n{frames}"
 
     def where(self, ref: Ref) -> str:
         """Return the sample's index, or its shard and key."""
@@ -176,7 +169,7 @@ class Samples:
 
 
 class MapReader:
-    """A map-style dataset, cut into shards of `per_shard` samples."""
+    """A map-style dataset in virtual shards of `per_shard` samples, with the interface of `ShardReader`."""
 
     def __init__(self, dataset: Any, per_shard: int) -> None:
         self.dataset, self.per_shard = dataset, per_shard
@@ -188,7 +181,7 @@ class MapReader:
         return ref.shard, str(ref.shard * self.per_shard + ref.offset)
 
     def begin_worker(self, worker: int) -> None:
-        """Call the `worker_init_fn` of a data set that has one, as a DataLoader of it does."""
+        """Call the data set's `worker_init_fn`, if it has one, as its DataLoader would."""
         own = getattr(self.dataset, "worker_dataset", self.dataset)
         object.__setattr__(get_worker_info(), "dataset", own)  # torch forbids a plain assignment
         if init := getattr(self.dataset, "worker_init_fn", None):
@@ -198,7 +191,6 @@ class MapReader:
         """Do nothing: a dataset has no prefetch."""
 
     def remote(self) -> dict[int, Remote]:
-        """Return no remote shards: a dataset has none."""
         return {}
 
     def close(self) -> None:
@@ -208,31 +200,30 @@ class MapReader:
 Source = Samples | Iterated
 
 
-class Several(dict[str, Source]):
+class NamedSources(dict[str, Source]):
     """Several data sets for validation, by name."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the names and of the fingerprint of each data set."""
-        own = [(name, part.fingerprint) for name, part in self.items()]
-        return hashlib.sha256(repr(own).encode()).hexdigest()
+        names = [(name, part.fingerprint) for name, part in self.items()]
+        return hashlib.sha256(repr(names).encode()).hexdigest()
 
     @property
     def size(self) -> int:
-        """The number of all samples; 0 if that of a data set is unknown."""
+        """The number of samples; 0 if that of any data set is unknown."""
         sizes = [part.size for part in self.values()]
         return sum(sizes) if all(sizes) else 0
 
-    def first(self, batches: int, batch: int, micros: int, key: str) -> "Several":
-        return Several({name: part.first(batches, batch, micros, key) for name, part in self.items()})
+    def first(self, batches: int, batch: int, micros: int, key: str) -> "NamedSources":
+        return NamedSources({name: part.first(batches, batch, micros, key) for name, part in self.items()})
 
     def close(self) -> None:
         for part in self.values():
             part.close()
 
 
-def each_set(source: Source | Several, split: str) -> dict[str, Source]:
+def by_prefix(source: Source | NamedSources, split: str) -> dict[str, Source]:
     """Return the data sets by the prefix of their metrics: `val`, or `val/NAME` if there are several."""
-    if not isinstance(source, Several):
+    if not isinstance(source, NamedSources):
         return {split: source}
     return {f"{split}/{name}": part for name, part in source.items()}

@@ -1,4 +1,4 @@
-"""Streams of samples, such as Hugging Face's streaming data sets: batched here, and split over the ranks."""
+"""Batches streams of samples, such as Hugging Face's streaming data sets, and splits them over the ranks."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +18,11 @@ STREAMING = ("datasets.iterable_dataset", "IterableDataset")
 class Stream:
     """An iterable of samples, the same on every rank, that is restarted when it ends.
 
-    The training process itself reads it, without data workers. A resume reads and drops what the run had read.
+    The training process reads it without data workers. A resume reads again, and drops, what the run had read.
 
     Args:
-        samples: Hugging Face's `IterableDataset`, or an iterable whose attribute `yields_samples` is true. Its method
-            `set_epoch`, if any, is called before each pass over training data.
+        samples: Hugging Face's `IterableDataset`, or an iterable whose attribute `yields_samples` is true. If it has a
+            method `set_epoch`, that is called before each pass over training data.
         transform: The recipe's transform.
     """
 
@@ -37,23 +37,23 @@ class Stream:
 
     def part(self, epoch: int, rank: int, world: int) -> Iterator[Any]:
         """Yield every `world`-th sample, starting at sample `rank`. Hugging Face's data may skip whole files."""
-        own, first, every = self.samples, rank, world
-        if world > 1 and is_hugging_face(own):
+        samples, first, every = self.samples, rank, world
+        if world > 1 and is_hugging_face(samples):
             from datasets.distributed import split_dataset_by_node  # pyright: ignore[reportMissingImports]
 
-            own, first, every = split_dataset_by_node(own, rank, world), 0, 1
-        if hasattr(own, "set_epoch"):
-            own.set_epoch(epoch)
-        for row, sample in enumerate(itertools.islice(iter(own), first, None, every)):
+            samples, first, every = split_dataset_by_node(samples, rank, world), 0, 1
+        if hasattr(samples, "set_epoch"):
+            samples.set_epoch(epoch)
+        for row, sample in enumerate(itertools.islice(iter(samples), first, None, every)):
             key = mix(self.seed, SAMPLE, epoch, row * world + rank)
-            with on(f"sample {row} of rank {rank} in pass {epoch} of the stream"):
+            with errors_at(f"sample {row} of rank {rank} in pass {epoch} of the stream"):
                 made = sample if self.transform is None else self.transform(sample, keyed(key))
             yield made
 
 
 @contextmanager
-def on(place: str) -> Iterator[None]:
-    """Attach its place in the data to an error of user code, for `errors.message`."""
+def errors_at(place: str) -> Iterator[None]:
+    """Attach the place in the data to an error of user code, for `errors.message`."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def on(place: str) -> Iterator[None]:
 
 
 class Batches:
-    """One rank's batches of a stream. Each iteration is a pass over the data; in training, over the next epoch."""
+    """One rank's batches of a stream. Each iteration is a pass over the data, in training with the next epoch."""
 
     def __init__(
         self, stream: Stream, micro: int, rank: int, world: int, collate: Callable[[list[Any]], Any], training: bool
@@ -72,24 +72,19 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, row = self.epoch, 0
-        own = self.stream.part(epoch, self.rank, self.world)
+        part = self.stream.part(epoch, self.rank, self.world)
         self.epoch += self.training
-        while samples := list(itertools.islice(own, self.micro)):
+        while samples := list(itertools.islice(part, self.micro)):
             if self.training and len(samples) < self.micro:
                 return
             last = row + len(samples) - 1
-            with on(f"samples {row} to {last} of rank {self.rank} in pass {epoch} of the stream"):
+            with errors_at(f"samples {row} to {last} of rank {self.rank} in pass {epoch} of the stream"):
                 batch = self._batch(samples, row)
             yield batch
             row = last + 1
 
     def _batch(self, samples: list[Any], row: int) -> Any:
-        """Collate samples, of which the first is sample `row` of this pass.
-
-        Raises:
-            DataError: torch's `default_collate` can't make a batch. Other errors come from the recipe's `collate`.
-            ConfigError: The recipe's `collate` returns no batch.
-        """
+        """Collate samples, the first of which is sample `row` of this pass."""
         try:
             batch = self.collate(samples)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
@@ -99,15 +94,15 @@ class Batches:
                 if sample is None:
                     maker = maker_of(self.stream.transform)
                     raise DataError(f"recipe.data: sample {number} is None; return the sample from {maker}") from None
-            form = "give samples of one shape and of tensors, arrays or numbers, or give the recipe a `collate`"
-            raise DataError(f"recipe.data: samples of a stream do not fit into a batch ({error}); {form}") from None
+            fix = "give samples of one shape and of tensors, arrays or numbers, or give the recipe a `collate`"
+            raise DataError(f"recipe.data: samples of a stream do not fit into a batch ({error}); {fix}") from None
         if batch is None:
             raise ConfigError("recipe.collate(): returned None; return the batch")
         return batch
 
 
 def is_stream(data: Iterable[Any]) -> bool:
-    """Return whether `data` yields samples, not batches."""
+    """Return whether `data` yields samples instead of batches."""
     return is_hugging_face(data) or bool(getattr(data, "yields_samples", False))
 
 

@@ -1,4 +1,4 @@
-"""A torch DataLoader as data: its length, its passes, and each rank's part of its samples."""
+"""Splits a torch DataLoader's samples over ranks, and sets the epochs of its samplers."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ from trainer.rng import GOLDEN, MASK
 DRAWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class Part(Sampler[Any]):
+class RankSampler(Sampler[Any]):
     """Every `world`-th index of a sampler in `DRAWN`, starting at index `rank`. All ranks draw the same indices."""
 
     def __init__(self, sampler: Any, rank: int, world: int, key: int) -> None:
@@ -47,60 +47,54 @@ class Part(Sampler[Any]):
 
 
 def part_of(
-    source: Iterable[Any], rank: int, world: int, key: int, tell: Callable[[str, int, int], object]
+    source: Iterable[Any], rank: int, world: int, key: int, log: Callable[[str, int, int], object]
 ) -> Iterable[Any]:
     """Return this rank's part of a DataLoader whose sampler is torch's own; any other iterable unchanged.
 
     Args:
         key: Seeds a sampler without a generator; equal on all ranks.
-        tell: Logs that the ranks share the samples.
+        log: Called with a message and its arguments if the ranks share the samples.
     """
     if world == 1 or not isinstance(source, DataLoader) or not is_drawn(source):
         return source
-    tell("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.sampler))  # pyright: ignore[reportArgumentType] it has a sampler
-    return with_sampler(source, Part(source.sampler, rank, world, key))
+    log("recipe.data: %d ranks share the %d samples of a DataLoader", world, len(source.sampler))  # pyright: ignore[reportArgumentType] it has a sampler
+    return with_sampler(source, RankSampler(source.sampler, rank, world, key))
 
 
 def is_drawn(loader: DataLoader[Any]) -> bool:
     """Return whether one of torch's own samplers draws the samples, and the loader itself makes batches of them."""
     batches = loader.batch_sampler
-    own = batches is None or (type(batches) is BatchSampler and batches.sampler is loader.sampler)
-    return own and type(loader.sampler) in DRAWN
+    standard = batches is None or (type(batches) is BatchSampler and batches.sampler is loader.sampler)
+    return standard and type(loader.sampler) in DRAWN
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Return a copy of a DataLoader, one without a custom batch sampler, with another sampler."""
-    own: Any = again(loader)
+    """Return a copy of a DataLoader, which has no custom batch sampler, with another sampler."""
+    copied = copy_loader(loader)
     batches = None if loader.batch_sampler is None else BatchSampler(sampler, loader.batch_size, loader.drop_last)  # pyright: ignore[reportArgumentType] it has a size
-    vars(own).update(sampler=sampler, batch_sampler=batches)  # a DataLoader forbids plain assignments
-    return own
+    vars(copied).update(sampler=sampler, batch_sampler=batches)  # a DataLoader forbids plain assignments
+    return copied
 
 
-def again(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Copy a DataLoader with persistent workers, so that the copy has its own; return any other unchanged."""
-    own: Any = copy.copy(loader)
-    own._iterator = None
-    return own
+def copy_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return a copy that starts persistent workers of its own."""
+    copied: Any = copy.copy(loader)
+    copied._iterator = None
+    return copied
 
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
-    """Return the sampler and the batch sampler of a loader."""
     parts = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     return list({id(part): part for part in parts if part is not None}.values())
 
 
-class OwnEpoch:
+class FixedEpoch:
     """Replaces an object's `set_epoch` while a run trains, because the samples of a pass are drawn ahead."""
 
     def __init__(self, set_epoch: Callable[[int], Any], number: int, kind: str) -> None:
         self.set_epoch, self.number, self.kind = set_epoch, number, kind
 
     def __call__(self, epoch: int) -> None:
-        """Do nothing, because the epoch is already set.
-
-        Raises:
-            ConfigError: It differs from the current epoch.
-        """
         if epoch != self.number:
             raise ConfigError(
                 f"recipe.data('train'): {self.kind}.set_epoch({epoch}) was called in pass {self.number}, whose samples "
@@ -109,53 +103,43 @@ class OwnEpoch:
 
 
 def with_epoch(source: Any) -> list[Any]:
-    """Return the objects with a method `set_epoch`: an iterable, or a DataLoader's samplers."""
+    """Return an iterable, or a DataLoader's samplers, if they have a method `set_epoch`."""
     parts = samplers_of(source) if isinstance(source, DataLoader) else [source]
     return [part for part in parts if hasattr(part, "set_epoch")]
 
 
 def begin_pass(source: Any, number: int, trains: bool) -> None:
-    """Call `set_epoch` on an iterable, or on a DataLoader's samplers, before a pass.
-
-    Args:
-        trains: It is a training pass, during which user code may not set another epoch.
-    """
+    """Set the epoch of an iterable or of a DataLoader's samplers. While it `trains`, user code can't set another."""
     for part in with_epoch(source):
-        given = part.set_epoch
-        set_epoch = given.set_epoch if isinstance(given, OwnEpoch) else given
+        set_epoch = part.set_epoch.set_epoch if isinstance(part.set_epoch, FixedEpoch) else part.set_epoch
         set_epoch(number)
         if trains:
             with suppress(AttributeError):  # it has slots
-                part.set_epoch = OwnEpoch(set_epoch, number, type(part).__name__)
+                part.set_epoch = FixedEpoch(set_epoch, number, type(part).__name__)
 
 
 def end_passes(source: Any) -> None:
     """Let user code set epochs again, also on a wrapped loader."""
     for part in (*with_epoch(source), *with_epoch(getattr(source, "loader", None))):
-        if isinstance(getattr(part, "__dict__", {}).get("set_epoch"), OwnEpoch):
+        if isinstance(getattr(part, "__dict__", {}).get("set_epoch"), FixedEpoch):
             del part.set_epoch
 
 
 def refuse_other_replicas(source: Any, split: str, rank: int, ranks: int) -> None:
-    """Refuse a DataLoader whose DistributedSampler was made for other ranks, since samples would repeat or be missing.
-
-    Raises:
-        ConfigError: It is for another number of ranks, or for another rank than this one.
-    """
+    """Refuse a DistributedSampler made for other ranks, since samples would repeat or be missing."""
     loader = getattr(source, "given", None)
     for sampler in samplers_of(loader) if isinstance(loader, DataLoader) else ():
-        own = isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank)
-        if own and own != (ranks, rank):
+        if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (ranks, rank):
             raise ConfigError(
-                f"recipe.data({split!r}): DistributedSampler(num_replicas={own[0]}, rank={own[1]}) on rank {rank} of "
-                f"{ranks}; return the DataLoader without it, whose samples the ranks share"
+                f"recipe.data({split!r}): DistributedSampler(num_replicas={sampler.num_replicas}, rank={sampler.rank}) "
+                f"on rank {rank} of {ranks}; return the DataLoader without it, whose samples the ranks share"
             )
 
 
 def batches_in(source: Any, ranks: int) -> int | None:
-    """Return the number of batches per pass on the rank with the most; None if the iterable has no length.
+    """Return the number of batches per pass on the rank with the most, None if the iterable has no length.
 
-    An iterable may have a method `batches_in(ranks)`; it then needs an attribute `batch_size`.
+    An iterable with a method `batches_in(ranks)` also needs an attribute `batch_size`.
     """
     if hasattr(source, "batches_in"):
         return source.batches_in(ranks)
@@ -168,7 +152,7 @@ def batches_in(source: Any, ranks: int) -> int | None:
 
 
 def batch_size_of(source: Any) -> int | None:
-    """Return the batch size of a DataLoader, or of an iterable with `batches_in`; None if unknown."""
+    """Return the batch size of a DataLoader or of an iterable with `batches_in`, None if unknown."""
     if not isinstance(source, DataLoader) and not hasattr(source, "batches_in"):
         return None
     size = getattr(source, "batch_size", None) or getattr(getattr(source, "batch_sampler", None), "batch_size", None)
@@ -176,7 +160,7 @@ def batch_size_of(source: Any) -> int | None:
 
 
 def end_workers(source: Any) -> None:
-    """End the persistent workers of a DataLoader."""
+    """End a DataLoader's persistent workers."""
     iterator = getattr(source, "_iterator", None) if isinstance(source, DataLoader) else None
     if iterator is not None:
         iterator._shutdown_workers()

@@ -1,4 +1,4 @@
-"""Starts data workers. They are forked from a rank with threads, so they may hang at their start."""
+"""Starts data workers. They are forked from a process with threads, so they may hang as they start."""
 
 import io
 import itertools
@@ -26,7 +26,7 @@ from trainer.log import log
 from trainer.process.environment import raise_file_limit
 from trainer.process.signals import ignore_stop_signals
 
-FREE = 16  # file descriptors that a worker needs for tensors that the rank has not fetched yet
+FREE_FILES = 16  # file descriptors that a worker needs for tensors that the rank has not fetched yet
 FORK = multiprocessing.get_context("fork")  # regardless of a default that a library may have set
 
 T = TypeVar("T")
@@ -39,59 +39,54 @@ def started(start: Callable[[Connection], T], end: Callable[[T], Any]) -> T:
     interpreter's thread states. Such processes are restarted (python/cpython#112275: before 3.10.15 and 3.11.10).
     """
     while True:
-        ready, given = FORK.Pipe(duplex=False)
-        made = start(given)
-        given.close()
+        ready, child_end = FORK.Pipe(duplex=False)
+        processes = start(child_end)
+        child_end.close()
         if ready.poll(timeouts.FORK_S):  # true at the end of the pipe: all processes have closed it, or died
             with suppress(EOFError):
                 limit = ready.recv()
-                end(made)
+                end(processes)
                 raise ConfigError(f"data.workers: {limit}")
-            return made
+            return processes
         log.warning(
             "data workers did not start in %g s, as a fork with threads running may hang; retrying", timeouts.FORK_S
         )
-        end(made)
+        end(processes)
 
 
-def begin(given: Connection, _: int = 0) -> None:
+def begin(ready: Connection) -> None:
     ignore_stop_signals()
-    given.close()
+    ready.close()
 
 
-def begin_worker(given: Connection, init: Callable[[int], object], worker: int) -> None:
-    """Begin, or report that a limit of files or threads is too low, because the rank would wait for batches in vain."""
+def begin_worker(ready: Connection, init: Callable[[int], object], worker: int) -> None:
+    """Begin, or report a limit of files or threads that is too low, because the rank would wait for batches in vain."""
     try:
-        for descriptor in [os.dup(0) for _ in range(FREE)]:
+        for descriptor in [os.dup(0) for _ in range(FREE_FILES)]:
             os.close(descriptor)
         DupFd(0)  # starts the thread that sends the descriptors of tensors
-        threading.Thread(
-            target=time.sleep, args=(1.0,), daemon=True
-        ).start()  # as a test for the thread that sends batches
+        trial = threading.Thread(target=time.sleep, args=(1.0,), daemon=True)  # for the thread that sends batches
+        trial.start()
     except (OSError, RuntimeError) as error:
-        given.send(exhausted(error) or str(error))
+        ready.send(exhausted(error) or str(error))
         time.sleep(timeouts.FORK_S)  # until the rank kills this process
-    begin(given)
+    begin(ready)
     init(worker)
 
 
 def start_workers(
     loader: Callable[..., DataLoader[Any]], refs: Iterator[Any], init: Callable[[int], object] = lambda worker: None
 ) -> Iterator[Any]:
-    """Return a DataLoader's batches once all of its workers run.
-
-    Args:
-        init: Called in each worker with its number.
-    """
+    """Return a DataLoader's batches once all of its workers run. Each calls `init` with its number."""
     raise_file_limit()
 
-    def start(given: Connection) -> Any:
+    def start(ready: Connection) -> Any:
         nonlocal refs
-        refs, ahead = itertools.tee(refs)  # the workers take some at once, which a restart needs again
+        refs, given = itertools.tee(refs)  # the workers take some at once, which a restart needs again
         before = set(multiprocessing.active_children())
-        first = partial(begin_worker, given, init)
+        worker_init = partial(begin_worker, ready, init)
         try:
-            batches: Any = iter(loader(sampler=ahead, multiprocessing_context=FORK, worker_init_fn=first))
+            batches: Any = iter(loader(sampler=given, multiprocessing_context=FORK, worker_init_fn=worker_init))
         except BaseException:
             for worker in set(multiprocessing.active_children()) - before:
                 with suppress(RuntimeError):  # torch raises when a worker is killed
@@ -105,7 +100,7 @@ def start_workers(
     return started(start, kill_workers)
 
 
-class Sent(ForkingPickler):
+class TrialPickler(ForkingPickler):
     """Pickles everything except the values of tensors and arrays, which workers send separately."""
 
     def persistent_id(self, obj: Any) -> str | None:
@@ -115,24 +110,20 @@ class Sent(ForkingPickler):
 
 
 def refuse_unsendable(batch: Any) -> None:
-    """Refuse a batch that a data worker can't send: its queue would drop it, and the rank would wait for it.
-
-    Raises:
-        ConfigError: Part of the batch can't be pickled.
-    """
+    """Refuse a batch that can't be pickled: a worker's queue would drop it, and the rank would wait for it."""
     if get_worker_info() is None:
         return
     try:
-        Sent(io.BytesIO()).dump(batch)
-    except Exception as error:  # of any class: the objects' own code runs
+        TrialPickler(io.BytesIO()).dump(batch)
+    except Exception as error:  # of any class, because the objects' own code runs
         raise ConfigError(
             f"data.workers: a worker can't send the batch ({type(error).__name__}: {error}); let transform() or "
-            "collate() return tensors, numbers and texts, or give data.workers=0"
+            "collate() return tensors, numbers and strings, or give data.workers=0"
         ) from None
 
 
 def kill_workers(batches: Any) -> None:
-    """Kill the workers behind `batches`, because workers that lack files or threads print tracebacks when they exit."""
+    """Kill a DataLoader's workers, because those that lack files or threads would print tracebacks when they exit."""
     torch._C._remove_worker_pids(id(batches))  # pyright: ignore[reportAttributeAccessIssue] torch would raise for them
     batches._worker_pids_set = False
     for worker in batches._workers:
@@ -141,7 +132,7 @@ def kill_workers(batches: Any) -> None:
 
 
 def lost_batches(error: Exception, batches: Any, timeout_s: float) -> str:
-    """Explain why workers sent no more batches, and how to fix it; empty for any other error."""
+    """Explain why workers sent no more batches, and how to fix it; "" for any other error."""
     if isinstance(error, FileNotFoundError) and error.filename is None and hasattr(batches, "_workers"):  # a socket
         kill_workers(batches)
         return (

@@ -19,7 +19,7 @@ from trainer.data.batch import Micro, Split
 from trainer.data.iterable import Iterated, is_used_up
 from trainer.data.loader import Loader
 from trainer.data.opening import open_source
-from trainer.data.source import Samples, Several, Source, each_set
+from trainer.data.source import NamedSources, Samples, Source, by_prefix
 from trainer.data.torch_loader import refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.inference.predictions import Predictions, rows_of
@@ -53,7 +53,7 @@ class Inference:
         with closing(loader):
             evaluator = Evaluator(
                 self.recipe, split,
-                {prefix: partial(loader.validate, part) for prefix, part in each_set(source, split).items()},
+                {prefix: partial(loader.validate, part) for prefix, part in by_prefix(source, split).items()},
                 self.ranks, self.precision, samples=source.size, max_bad=self.data.max_bad,
                 replicas=self.replicas, lockstep=self.lockstep, data_rank=self.data_rank,
                 stopping=lambda: False, beat=self.beat,
@@ -90,9 +90,9 @@ class Inference:
         if count and self.ranks.rank == 0:
             log.warning("predict: %d samples could not be read, and are left out; the first: %s", count, first)
 
-    def _own(self, model: nn.Module, source: Source | Several, loader: Loader) -> tuple[Predictions, list[Bad]]:
+    def _own(self, model: nn.Module, source: Source | NamedSources, loader: Loader) -> tuple[Predictions, list[Bad]]:
         if not isinstance(source, Samples):
-            kind = "several data sets" if isinstance(source, Several) else "batches"
+            kind = "several data sets" if isinstance(source, NamedSources) else "batches"
             raise ConfigError(f"predict: recipe.data gives {kind}, which have no order; return one Dataset or shards")
         own, bad = Predictions(), list[Bad]()
         predict = self.precision.cast(self.recipe.predict)
@@ -110,7 +110,7 @@ class Inference:
         numbers = [source.bases[ref.shard] + ref.offset for ref in refs]
         own.add(numbers, [str(source.reader.name(ref)[1]) for ref in refs], rows_of(output, len(refs)))
 
-    def _open(self, split: str, weight: Callable[[Any], int] | None) -> tuple[Source | Several, Loader]:
+    def _open(self, split: str, weight: Callable[[Any], int] | None) -> tuple[Source | NamedSources, Loader]:
         """Open the data on rank 0 first, because it may prepare files."""
         if self.ranks.rank:
             self.ranks.each(None)
@@ -123,7 +123,7 @@ class Inference:
         if split == "train" and isinstance(source, Iterated) and is_used_up(source.given):  # training would use it up
             why = "the iterable can be walked only once, so it may have no end"
             raise DataError(f"recipe.data('train'): {why}; return a Dataset, or name another split")
-        for part in each_set(source, split).values():
+        for part in by_prefix(source, split).values():
             refuse_other_replicas(part, split, self.data_rank, self.data_world)
         loader = Loader(
             Iterated(()), None, Split(self.micro * self.data_world, self.data_world), self.data, validation=source,

@@ -393,8 +393,8 @@ def refused(place: Place) -> list[str]:
 def test_ranks_whose_passes_are_in_lockstep_and_data_that_cuts_itself_are_refused(tmp_path):
     for messages in run_ranks(WORLD, refused):
         lockstep, iterable, shares, caps = messages
-        assert "every rank must make as many; leave hetero_batch or the sharding out" in lockstep
-        assert "is an iterable, which cuts the batches itself" in iterable
+        assert "every rank must run the same number; leave hetero_batch or the sharding out" in lockstep
+        assert "is an iterable of batches, whose size is fixed" in iterable
         assert "callbacks.hetero_batch.shares=[1.0, 2.0]: has 2 values; give one for each of 3 rank(s)" in shares
         assert "callbacks.hetero_batch.max_micro=[1, 2, 3, 4]: has 4 values" in caps
 

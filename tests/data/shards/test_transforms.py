@@ -185,11 +185,11 @@ def test_maps_of_a_dataset_and_of_a_mixture() -> None:
     plain.transform = None  # pyright: ignore
     options = DataOptions(**build_stages({"map": ["own_stages.noise"]}, ALLOW))
     source: Any = open_source(plain, "train", 0, options)
-    assert source[Ref(0, 3, 0)].keys() == {"x", "y", "mask", "noise"}
+    assert source.batch([Ref(0, 3, 0)])[0][0].keys() == {"x", "y", "mask", "noise"}
     mixture = Images({"data/s-000000.tar": 1.0, "data/s-000001.tar": 2.0})
     source = open_source(mixture, "train", 0, DataOptions(**build_stages(NAMED, ALLOW)))
     source = pickle.loads(pickle.dumps(source))  # as a data worker that is no fork gets it
-    assert source[Ref(0, 1, 3)]["png"].shape == (3, 2, 4)
+    assert source.batch([Ref(0, 1, 3)])[0][0]["png"].shape == (3, 2, 4)
 
 
 def test_webdataset_is_told_to_be_careful_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

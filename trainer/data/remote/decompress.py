@@ -7,6 +7,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 from trainer.errors import DataError
@@ -15,9 +16,9 @@ LONGEST_START = 10  # bytes that identify a format
 OTHERS = re.compile(rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18|\x1f\x9d|LZIP|PK\x03\x04|7z\xbc\xaf")
 PACKED = re.compile(r"(?i)\.(?:(t)(?:gz|bz2?|xz)|gz|bz2|xz)$")
 PACKED_OTHERWISE = re.compile(r"(?i)\.(?:t?zstd?|t?lz4|lz|lzma|lzo|z|br|zip|7z)$")
-WAY = "compress it with gzip, bzip2, xz or not at all, or let a program unpack it, as 'pipe:zstd -dc FILE'"
+FIX = "compress it with gzip, bzip2, xz or not at all, or let a program unpack it, as 'pipe:zstd -dc FILE'"
 MOST_AT_ONCE = 8 << 20  # bytes of output at a time, because a few bytes of input may expand to any size
-INPUT = 16 << 10  # bytes of input at a time, because the rest of them is copied at the end of each stream
+INPUT = 16 << 10  # bytes of input at a time, because what is left of them is copied at the end of each stream
 MOST_MEMORY = 512 << 20  # bytes for xz, whose files determine the amount: those of `xz -9` need 65 MiB
 END = -1
 
@@ -27,18 +28,14 @@ class NotUnpacked(DataError):
 
 
 def is_packed(name: str) -> bool:
-    """Return whether a shard is compressed, judging by its name.
-
-    Raises:
-        DataError: The name has the extension of another format than gzip, bzip2 and xz.
-    """
+    """Return whether a shard is compressed, judging by its name. Formats other than gzip, bzip2 and xz are refused."""
     if PACKED_OTHERWISE.search(name):
-        raise DataError(f"{name}: can't be unpacked; {WAY}")
+        raise DataError(f"{name}: can't be unpacked; {FIX}")
     return PACKED.search(name) is not None
 
 
 def starts_packed(first: bytes) -> bool:
-    """Return whether the bytes begin with the signature of a format that `unpack` decompresses."""
+    """Return whether `unpack` decompresses a shard that begins with these bytes."""
     return any(re.match(start, first) for start in STARTS)
 
 
@@ -75,7 +72,7 @@ def unpack(parts: Generator[tuple[int, bytes]], where: object) -> Generator[tupl
 
 
 class Uncompressed:
-    """A stream that passes bytes on, with the interface of `Streams`."""
+    """Passes bytes on, with the interface of `Streams`."""
 
     whole = True
 
@@ -127,18 +124,14 @@ class Gzip:
         return self.zlib.unused_data
 
 
-def _xz() -> lzma.LZMADecompressor:
-    return lzma.LZMADecompressor(lzma.FORMAT_XZ, MOST_MEMORY)
-
-
 STARTS: dict[bytes, Callable[[], Any]] = {
     rb"\x1f\x8b\x08": Gzip,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.BZ2Decompressor,
-    rb"\xfd7zXZ\0": _xz,
+    rb"\xfd7zXZ\0": partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, MOST_MEMORY),
 }
 
 
 def stream_of(first: bytes, where: object) -> Uncompressed | Streams:
     if OTHERS.match(first):
-        raise DataError(f"{where}: can't be unpacked; {WAY}")
+        raise DataError(f"{where}: can't be unpacked; {FIX}")
     return next((Streams(kind) for start, kind in STARTS.items() if re.match(start, first)), Uncompressed())

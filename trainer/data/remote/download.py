@@ -1,4 +1,4 @@
-"""Downloads a shard from a server, a compressed file or a program: all of its bytes, or an error."""
+"""Reads all bytes of a shard from a server, a compressed file or a program, or raises an error."""
 
 import contextlib
 import functools
@@ -36,8 +36,6 @@ HANDLERS = (
 )  # urllib's own, without ftp, files and data, to which a server could redirect
 
 URL = re.compile(r"(\w[\w+.-]*://)(?:[^\s/?#'\"]*@)?([^\s?#'\"]*)[^\s'\"]*")  # in a command: scheme, host and path
-
-
 RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/(?:[0-9]+|\*)")  # a header Content-Range
 
 
@@ -49,26 +47,26 @@ class Source(NamedTuple):
     file: Any
     read: Callable[[], bytes]  # returns some of the next bytes, or none at the end
     start: int  # position of the first byte
-    size: int | None  # bytes of the whole content; None: unknown
-    mark: str | None  # identifies the content, such as an ETag
+    size: int | None  # bytes of the whole content, None if unknown
+    version: str | None  # identifies the content, such as an ETag
 
 
 def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
     """Yield all bytes at `url` with their positions, or raise. A position of 0 means a restart.
 
     Raises:
-        DataError: The content does not exist, or may not be read. Raised at once.
-        ConfigError: The URL is invalid. Raised at once.
+        DataError: The content does not exist, or may not be read.
+        ConfigError: The URL is invalid.
         UnavailableError: The server or the program sent no new byte for `patience_s`.
     """
     scheme = url.partition(":")[0]
-    reach = {"http": _by_http, "https": _by_http, "file": _by_file, "pipe": _by_program}.get(scheme, _by_fsspec)
-    done, most, mark, progress_at = 0, 0, None, time.monotonic()
-    reasons: list[str] = []  # reasons of the failures since the last new byte
+    connect = {"http": _by_http, "https": _by_http, "file": _by_file, "pipe": _by_program}.get(scheme, _by_fsspec)
+    done, most, version, progress_at = 0, 0, None, time.monotonic()
+    reasons: list[str] = []  # of the failures since the last new byte
     while True:
         try:
-            source = reach(url, done, mark)
-            done, mark = source.start, source.mark
+            source = connect(url, done, version)
+            done, version = source.start, source.version
             with contextlib.closing(source.file):
                 while done != source.size and (content := source.read()):
                     yield done, content
@@ -79,7 +77,7 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         except DataError:
             raise
         except WrongRange as error:
-            mark, reason = None, str(error)  # from the first byte
+            version, reason = None, str(error)  # the next try starts from the first byte
         except Exception as error:  # urllib's, botocore's, aiohttp's
             reason = (printable(redact_urls(str(error)[:500])) or type(error).__name__) + _by_proxy(url)
             if isinstance(error, InvalidURL):
@@ -100,12 +98,12 @@ def download(url: str, patience_s: float) -> Generator[tuple[int, bytes]]:
         time.sleep(pause_s)
 
 
-def _by_http(url: str, done: int, mark: str | None) -> Source:
+def _by_http(url: str, done: int, version: str | None) -> Source:
     opener = request.OpenerDirector()
     for handler in HANDLERS:
         opener.add_handler(handler())
-    rest = {"Range": f"bytes={done}-", "If-Range": mark} if done and mark else {}
-    file = opener.open(request.Request(url, headers=rest), timeout=timeouts.SERVER_S)
+    headers = {"Range": f"bytes={done}-", "If-Range": version} if done and version else {}
+    file = opener.open(request.Request(url, headers=headers), timeout=timeouts.SERVER_S)
     start, size = done if file.status == 206 else 0, file.headers["Content-Length"] or ""
     if not size.isdecimal():
         file.close()
@@ -115,13 +113,13 @@ def _by_http(url: str, done: int, mark: str | None) -> Source:
         if not found or [int(found[1]), int(found[2]) + 1] != [done, done + int(size)]:
             file.close()
             raise WrongRange("the server sent another range than was asked for")
-    mark = file.headers["ETag"] or file.headers["Last-Modified"]
-    mark = None if mark and mark.startswith("W/") else mark  # a weak ETag: the bytes may differ
-    return Source(file, lambda: file.read1(CHUNK), start, start + int(size), mark)
+    version = file.headers["ETag"] or file.headers["Last-Modified"]
+    version = None if version and version.startswith("W/") else version  # a weak ETag: the bytes may differ
+    return Source(file, lambda: file.read1(CHUNK), start, start + int(size), version)
 
 
 def _by_proxy(url: str) -> str:
-    """Return a remark naming the proxy, from the environment, through which a URL is requested; empty without one."""
+    """Return words that name the proxy, from the environment, through which a URL is requested; "" without one."""
     scheme, _, rest = url.partition("://")
     proxy = request.getproxies().get(scheme) if scheme in ("http", "https") else None
     if not proxy or request.proxy_bypass(rest.partition("/")[0]):
@@ -129,9 +127,8 @@ def _by_proxy(url: str) -> str:
     return f", through the proxy {printable(proxy.rpartition('@')[2])} ({scheme}_proxy)"
 
 
-def _by_fsspec(url: str, done: int, mark: str | None) -> Source:
-    """Read with an fsspec driver, which knows the protocol and finds the credentials."""
-    import fsspec
+def _by_fsspec(url: str, done: int, version: str | None) -> Source:
+    import fsspec  # its drivers know the protocols, and find the credentials
 
     scheme = urlsplit(url).scheme
     try:
@@ -139,24 +136,24 @@ def _by_fsspec(url: str, done: int, mark: str | None) -> Source:
     except ImportError:
         raise DataError(f"{shown(url)}: needs a package; pip install '{PACKAGES[scheme]}'") from None
     about = files.info(url)
-    found = about.get("ETag") or about.get("etag")
+    current = about.get("ETag") or about.get("etag")
     file = files.open(url, "rb", cache_type="none", block_size=CHUNK)
-    start = done if found and found == mark else 0
+    start = done if current and current == version else 0
     file.seek(start)
-    return Source(file, lambda: file.read(CHUNK), start, about["size"], found)
+    return Source(file, lambda: file.read(CHUNK), start, about["size"], current)
 
 
-def _by_file(url: str, done: int, mark: str | None) -> Source:
+def _by_file(url: str, done: int, version: str | None) -> Source:
     path = Path(path_of(url))
     file = path.open("rb", buffering=0)
     about = os.fstat(file.fileno())
-    found = f"{about.st_size} {about.st_mtime_ns}"
-    start = done if found == mark else 0
+    current = f"{about.st_size} {about.st_mtime_ns}"
+    start = done if current == version else 0
     file.seek(start)
-    return Source(file, lambda: file.read(CHUNK), start, about.st_size, found)
+    return Source(file, lambda: file.read(CHUNK), start, about.st_size, current)
 
 
-def _by_program(url: str, done: int, mark: str | None) -> Source:
+def _by_program(url: str, done: int, version: str | None) -> Source:
     program = Program(url)
     return Source(program, program.read, 0, None, None)
 
@@ -175,11 +172,6 @@ class Program:
             stack.pop_all()
 
     def read(self) -> bytes:
-        """Read the program's next bytes.
-
-        Raises:
-            OSError: No byte came in time, or the program failed.
-        """
         assert self.process.stdout
         ready = select.poll()
         ready.register(self.process.stdout, select.POLLIN)
@@ -203,7 +195,7 @@ class Program:
         self.stderr.close()
 
     def _end(self) -> int:
-        """Kill the rest of the process group while its id is still reserved, and return the exit code."""
+        """Kill the process group while its id is still reserved, and return the program's exit code."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Locks the files in the folder of downloaded shards, and evicts shards to make room."""
+"""Manages the folder of downloaded shards: locks its files, and evicts shards to make room."""
 
 import contextlib
 import errno
@@ -18,10 +18,10 @@ TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# Shards that Echelon has d
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of shards, marked as Echelon's. A program that deletes old files may have deleted the marker.
+    """Make the folder of shards with its marker, which a program that deletes old files may have removed.
 
     Raises:
-        OSError: The folder can't be created, is a link, or contains other files but no marker.
+        OSError: The folder can't be made, is a link, or contains other files but no marker.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
@@ -36,18 +36,13 @@ def make_folder(folder: Path) -> None:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether there is a regular file at `path`, not a link."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_ISREG(path.lstat().st_mode)
     return False
 
 
 def open_regular(path: str | Path, flags: int) -> int:
-    """Open a file in a folder that other users may write to; an `opener` for `open`.
-
-    Raises:
-        OSError: The file is a link, which may lead to any file, or a pipe, which would block a reader.
-    """
+    """Open a file in a folder that other users may write to: not a link or a pipe. An `opener` for `open`."""
     fd = os.open(path, flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -56,7 +51,7 @@ def open_regular(path: str | Path, flags: int) -> int:
 
 
 def claim(file: BinaryIO) -> bool:
-    """Try to lock the file, and return whether that succeeded. Closing it or ending the process releases the lock."""
+    """Try to lock a file until it is closed. Return false if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -72,10 +67,10 @@ def is_at(file: BinaryIO, path: Path) -> bool:
 
 
 def evict(folder: Path, most: int, spare_s: float) -> int:
-    """Remove abandoned parts, then the least recently used shards; return the bytes still above `most`.
+    """Remove abandoned parts, then the least recently used shards. Return the bytes still above `most`.
 
-    Only files that match `SHARD` are counted and removed, and links are neither. A shard stays while it is open, and
-    for `spare_s` after its last use. The caller holds the folder's lock.
+    Only regular files that match `SHARD` are counted and removed. A shard stays while it is open, and for `spare_s`
+    after its last use. The caller has locked the folder.
     """
     now, found = time.time_ns(), []
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""Downloads remote shards ahead of their use, in training order, in a process alongside the data workers."""
+"""Downloads remote shards ahead of their use in a process alongside the data workers."""
 
 import contextlib
 import logging
@@ -21,7 +21,7 @@ from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
 
 DOWNLOADS = 4  # simultaneous downloads per rank
-FAR = 10_000  # the most steps, or micro-batches of a validation, to look ahead
+FAR = 10_000  # steps, or micro-batches of a validation, to look ahead at most
 Needs = Callable[[], Iterator[set[int]]]  # yields the shards of each step, or of each micro-batch of a validation
 
 
@@ -29,10 +29,10 @@ Needs = Callable[[], Iterator[set[int]]]  # yields the shards of each step, or o
 def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int) -> Iterator[Callable[[], None]]:
     """Download each lane's shard and its next one in a process, if the folder has room for both.
 
-    The caller calls the result after each step, or each micro-batch of a validation. It is a process because a thread
-    would slow the interpreter down, and workers forked meanwhile would inherit its locks. A thread would also consume
-    the transforms' random numbers, because drivers draw some for their pauses. The process does not report failures,
-    since a reader of the shard will run into them.
+    The caller calls the result after each step, or each micro-batch of a validation. A thread would slow the
+    interpreter down, and workers forked meanwhile would inherit its locks. It would also consume the transforms' random
+    numbers, because drivers draw some for their pauses. Failures are left to the readers of the shards, which raise
+    them.
 
     Args:
         remote: Shard number -> remote shard.
@@ -43,8 +43,8 @@ def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int)
         return
     done: Any = FORK.RawValue("q")
 
-    def start(given: Connection) -> ForkProcess:
-        process = FORK.Process(target=fetch, args=(given, remote, needs, lanes, ranks, done), daemon=True)
+    def start(ready: Connection) -> ForkProcess:
+        process = FORK.Process(target=fetch, args=(ready, remote, needs, lanes, ranks, done), daemon=True)
         process.start()
         return process
 
@@ -52,29 +52,28 @@ def fetching(remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int)
         process.kill()  # the next download removes its partial files
         process.join()
 
-    process = started(start, end)
-
-    def passed() -> None:
+    def count_done() -> None:
         done.value += 1
 
+    process = started(start, end)
     try:
-        yield passed
+        yield count_done
     finally:
         end(process)
 
 
-def fetch(given: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int, done: Any) -> None:
-    begin(given)
+def fetch(ready: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: int, ranks: int, done: Any) -> None:
+    begin(ready)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # multiprocessing sends SIGTERM when the rank ends
     logging.disable()
     sizes, room = {number: path.bytes for number, path in remote.items()}, next(iter(remote.values())).most // ranks
     window = Window(needs(), sizes, 2 * lanes + DOWNLOADS, room)
-    pool, coming = ThreadPoolExecutor(DOWNLOADS), set[int]()
+    pool, requested = ThreadPoolExecutor(DOWNLOADS), set[int]()
     parent = multiprocessing.parent_process()
 
     def request(number: int) -> None:
-        if number not in coming:
-            coming.add(number)
+        if number not in requested:
+            requested.add(number)
             pool.submit(download, number)
 
     def download(number: int) -> None:
@@ -84,17 +83,16 @@ def fetch(given: Connection, remote: Mapping[int, Remote], needs: Needs, lanes: 
         except (ConfigError, DataError, UnavailableError):
             time.sleep(timeouts.AGAIN_S)
         finally:
-            coming.remove(number)
+            requested.remove(number)
 
     while parent and parent.is_alive():
         for number in window.move(done.value):
             request(number)
         now = time.time_ns()
         for place, number in enumerate(window.last):
+            used = now - place  # so that the shard that is needed last is evicted first
             try:
-                os.utime(
-                    remote[number].file, ns=(now - place, now), follow_symlinks=False
-                )  # the shard that is needed last is evicted first
+                os.utime(remote[number].file, ns=(used, now), follow_symlinks=False)
             except OSError:  # the shard is not there, or is another user's
                 request(number)
         time.sleep(timeouts.LOOK_S)
@@ -105,8 +103,8 @@ class Window:
 
     Args:
         needs: The shards of each micro-batch, in order.
-        sizes: Shard -> bytes; other shards are ignored.
-        most: Number of shards above which the window does not grow.
+        sizes: Shard -> bytes. Other shards are ignored.
+        most: Number of shards at which the window stops growing.
         room: Total bytes of the shards. If the next micro-batch alone needs more, the window is empty.
     """
 
@@ -130,10 +128,7 @@ class Window:
 
 
 def training_needs(order: Order | Mixture, steps: Iterable[tuple[int, Split]], rank: int) -> Iterator[set[int]]:
-    """Yield the shards of each of the steps at these positions.
-
-    Counting micro-batches would not work, because a changing split may change how many a step has.
-    """
+    """Yield the shards of each step. Micro-batches are not counted, because their number in a step may change."""
     for start, split in steps:
         yield order.shards(start, start + split.samples, rank, split.shares)
 

@@ -1,4 +1,4 @@
-"""Stores shards that can't be read in place: one process per node downloads each into a folder of limited size."""
+"""Downloads or unpacks shards that can't be read in place into a folder of limited size, once per node."""
 
 import contextlib
 import fcntl
@@ -26,10 +26,10 @@ class Remote(NamedTuple):
 
     url: str  # with file:// before a path, and pipe: before a program
     file: Path  # of the downloaded shard, uncompressed
-    most: int  # bytes that its folder may hold; shards in use may exceed it
+    most: int  # limit of the folder in bytes; shards in use may exceed it
     bytes: int = 0  # size when it was indexed
     sha256: str = ""
-    ahead: bool = False  # downloaded ahead of use: given up if there is no room, or no answer
+    ahead: bool = False  # whether it is downloaded ahead of use: then a lack of room or of an answer is an error
 
     @classmethod
     def kept(cls, url: str, folder: str, gb: float) -> "Remote":
@@ -53,11 +53,11 @@ class Remote(NamedTuple):
 
     @property
     def may_change(self) -> bool:
-        """Whether the content may change under the same key. A local file that is rewritten gets another key."""
+        """Whether the content may change under the same key, which a local file's can't."""
         return not self.url.startswith("file://")
 
     def open(self) -> BinaryIO:
-        """Open the complete shard, which stays in the folder until this file is closed.
+        """Open the complete shard, which is not evicted before this file is closed.
 
         Raises:
             DataError: The shard does not exist, or can't be stored in the folder.
@@ -89,8 +89,10 @@ class Remote(NamedTuple):
 
     def refuse_larger(self, size: int) -> None:
         if size > self.most:
-            has = f"data.cache_gb={self.most / 1e9:g}: {self} alone has {size / 1e9:g} GB"
-            raise ConfigError(f"{has}; raise data.cache_gb, or write smaller shards")
+            raise ConfigError(
+                f"data.cache_gb={self.most / 1e9:g}: {self} alone has {size / 1e9:g} GB; raise data.cache_gb, or write "
+                "smaller shards"
+            )
 
     def _find(self) -> BinaryIO | None:
         with contextlib.suppress(FileNotFoundError):
@@ -101,7 +103,7 @@ class Remote(NamedTuple):
             return file
 
     def _download(self) -> BinaryIO | None:
-        """Download the shard; return None if another process is doing so, or has done so."""
+        """Download the shard. Return None if another process is doing so or has done so."""
         part = self.file.with_name(f".part-{self.file.name}")
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(os.fdopen(open_regular(part, os.O_RDWR | os.O_CREAT), "r+b"))
@@ -110,32 +112,32 @@ class Remote(NamedTuple):
             stack.callback(part.unlink, missing_ok=True)
             if self.file.exists():
                 return None
-            self._fill_with_the_right(file)
+            self._fill_and_compare(file)
             with self._locked_folder():
-                over = evict(self.file.parent, self.most, timeouts.SPARE_S if self.ahead else 0.0)
+                over = self._evict()
                 part.replace(self.file)
                 fcntl.flock(file, fcntl.LOCK_SH)
             if over:
-                text = "data.cache_gb=%g: %s holds %g GB more, all in use; raise data.cache_gb"
+                text = "data.cache_gb=%g: %s has %g GB more, all in use; raise data.cache_gb"
                 log.warning(text, self.most / 1e9, self.file.parent, over / 1e9)
             stack.pop_all()
             return file
 
-    def _fill_with_the_right(self, file: BinaryIO) -> None:
+    def _fill_and_compare(self, file: BinaryIO) -> None:
         """Download, and retry once if a server has sent something else, such as an error page."""
         try:
             self._fill(file)
-            wrong = self._has_changed(file) and "has another sha256 than its index"
+            problem = self._has_changed(file) and "has another sha256 than its index"
         except NotUnpacked as error:
             if not self.of_server:
                 raise
-            wrong = str(error)
-        if wrong and self.of_server:
-            log.info("%s: %s; downloading it once more", self, wrong)
+            problem = str(error)
+        if problem and self.of_server:
+            log.info("%s: %s; downloading it once more", self, problem)
             self._fill(file)
-        if wrong and self._has_changed(file):
-            usual, own = os.path.expanduser(DataOptions.cache_dir), str(self.file.parent.parent)
-            words = ["index", *(["--cache-dir", own] if own != usual else [])]
+        if problem and self._has_changed(file):
+            default, folder = os.path.expanduser(DataOptions.cache_dir), str(self.file.parent.parent)
+            words = ["index", *(["--cache-dir", folder] if folder != default else [])]
             words += ["--allow-pipe"] if self.url.startswith("pipe:") else []
             raise ConfigError(
                 f"{self}: changed since it was indexed; restore it, or index it again: "
@@ -164,14 +166,16 @@ class Remote(NamedTuple):
         os.fsync(file.fileno())
 
     def _reserve(self, file: BinaryIO, size: int) -> None:
-        """Reserve room for `size` bytes, so that a partial download counts with its full size."""
+        """Reserve `size` bytes in the folder, so that a partial download counts with its full size."""
         self.refuse_larger(size)
         with self._locked_folder():
             file.truncate(size)
-            over = evict(self.file.parent, self.most, timeouts.SPARE_S if self.ahead else 0.0)
-            if over and self.ahead:
+            if self._evict() and self.ahead:
                 file.truncate(0)
                 raise DataError(f"{self}: there is no room for this shard yet")
+
+    def _evict(self) -> int:
+        return evict(self.file.parent, self.most, timeouts.SPARE_S if self.ahead else 0.0)
 
     @contextlib.contextmanager
     def _locked_folder(self) -> Iterator[None]:
@@ -181,7 +185,7 @@ class Remote(NamedTuple):
 
 
 def key_of(url: str) -> str:
-    """Return the shard's key in the cache. A local file that is rewritten gets another key."""
+    """Return the name of the shard's file in the folder. A local file that is rewritten gets another one."""
     if url.startswith("file://"):
         about = os.stat(path_of(url))
         url = f"file://{os.path.realpath(path_of(url))} {about.st_size} {about.st_mtime_ns}"

@@ -41,8 +41,8 @@ class Mixture:
         shares = [weight / total for weight in weights]
         self.ends = list(accumulate(shares))  # the last is 1, to rounding
         self.orders = [
-            Order(each, mix(seed, MIXTURE_ORDER, i), max(1, round(lanes * share)), block)
-            for i, (each, share) in enumerate(zip(counts, shares, strict=True))
+            Order(sizes, mix(seed, MIXTURE_ORDER, i), max(1, round(lanes * share)), block)
+            for i, (sizes, share) in enumerate(zip(counts, shares, strict=True))
         ]
         self.first_shards = list(accumulate(map(len, counts), initial=0))
         self.samples, self.seed = sum(map(sum, counts)), seed  # samples of an epoch of the run: those of all data sets

@@ -1,4 +1,4 @@
-"""Classified samples from a folder with one subfolder per class. classes.json next to the shards has their names."""
+"""Makes samples from a folder with one subfolder per class. classes.json next to the shards has the names."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,11 +16,6 @@ MOST_BYTES = 64 << 20
 
 
 def read_classes(file: Path) -> list[str]:
-    """Return the names of the classes.
-
-    Raises:
-        DataError: The file is not a JSON list of names.
-    """
     try:
         names = strict_json(file, MOST_BYTES)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -65,5 +60,4 @@ def with_classes(found: Mapping[str, Mapping[str, Path]], folder: Path) -> Itera
 
 
 def read_files(key: str, files: Mapping[str, Path]) -> dict[str, Any]:
-    """Return a sample of files by extension."""
     return {"__key__": key, **{extension: path.read_bytes() for extension, path in files.items()}}

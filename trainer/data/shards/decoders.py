@@ -51,13 +51,11 @@ def refuse_pickled(extension: str) -> None:
         raise ValueError("unpickling can run any code: use npy, safetensors or json")
 
 
-def undecodable(
-    error: Exception, place: object, way_out: str = "write it again or remove it"
-) -> DataError | UnavailableError:
-    """Return the error to raise for any `error` of a decoder or of a read."""
+def undecodable(error: Exception, place: object, fix: str = "write it again or remove it") -> Exception:
+    """Return the DataError or UnavailableError to raise for any `error` of a decoder or of a read."""
     if isinstance(error, OSError) and error.errno:  # a system error; those of Pillow and nibabel have no number
         return UnavailableError(f"{place}: {error}; fix the cause, then resume")
-    return DataError(f"{place}: can't be decoded ({error}); {way_out}")
+    return DataError(f"{place}: can't be decoded ({error}); {fix}")
 
 
 def _image(content: bytes) -> Any:

@@ -74,11 +74,7 @@ def refuse_incomplete(files: Sequence[str]) -> None:
 
 
 def expanded(pattern: str) -> list[str]:
-    """Expand the braces of a pattern.
-
-    Raises:
-        ValueError: The braces are unbalanced, or expand to more than `MOST` names, which would exhaust memory.
-    """
+    """Expand the braces of a pattern. Raise a ValueError if they are unbalanced, or for more than `MOST` names."""
     sizes = (abs(int(last) - int(first)) // max(1, int(step or 1)) + 1 for first, last, step in RANGE.findall(pattern))
     names = list(itertools.islice(braceexpand(pattern), MOST + 1)) if max(sizes, default=0) <= MOST else []
     if not 0 < len(names) <= MOST:
@@ -96,17 +92,13 @@ def unpacks(path: Path) -> bool:
 
 
 def lowered(name: str) -> str:
-    """Return the name with its scheme, if any, in lower case: `HTTP://` becomes `http://`."""
+    """Lower the case of a name's scheme, if it has one."""
     scheme, mark, rest = name.partition("://")
     return scheme.lower() + mark + rest
 
 
 def parsed(url: str) -> SplitResult:
-    """Split a URL.
-
-    Raises:
-        ConfigError: It has no host, or its port is not a number from 1 to 65535.
-    """
+    """Split a URL. Refuse one without a host, or with a port that is not a number from 1 to 65535."""
     try:
         parts = urlsplit(url)
         if parts.port == 0 or (not parts.hostname and parts.scheme in ("http", "https")):
@@ -117,12 +109,6 @@ def parsed(url: str) -> SplitResult:
 
 
 def refuse_program(name: str, allowed: bool) -> None:
-    """Refuse a program that may not be run.
-
-    Raises:
-        ConfigError: Programs are not allowed.
-        DataError: The text names no program.
-    """
     if not allowed:
         raise ConfigError(
             f"data.allow_pipe=false: {shown(name)} is a program, and programs are not run; if you trust it, set "

@@ -108,7 +108,7 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 def _find_stored(path: Path | Remote, rebuild: bool) -> Shard | None:
-    """Find the shard's stored index if it is usable. Log a warning if one can't be read."""
+    """Return the shard as in its stored index, None if it has no usable one."""
     now = None if isinstance(path, Remote) else _size_and_time(path)
     if isinstance(path, Remote) and rebuild and (path.may_change or not path.file.exists()):
         return None
@@ -124,7 +124,6 @@ def _find_stored(path: Path | Remote, rebuild: bool) -> Shard | None:
 
 
 def _build(path: Path | Remote, rebuild: bool) -> Shard:
-    """Index a shard in one pass, and store the result."""
     mtime_ns = 0
     if isinstance(path, Remote):
         if rebuild:
@@ -153,16 +152,16 @@ def _build(path: Path | Remote, rebuild: bool) -> Shard:
 
 
 def _refuse_changed(path: Path, size: int, before: Shard) -> None:
-    """Refuse a shard whose content differs from its index. Equal bytes with another time pass."""
+    """Refuse a shard whose content differs from its index, whatever its time."""
     if size != before.bytes:
-        how = f"has {size} bytes, and had {before.bytes}"
+        change = f"has {size} bytes, and had {before.bytes}"
     else:
         with _readable(path) as file:
             if sha256_of(file) == before.sha256:
                 return
-        how = "has another sha256"
+        change = "has another sha256"
     raise ConfigError(
-        f"{path}: changed since it was indexed, it {how}; restore it, or index it again: "
+        f"{path}: changed since it was indexed, it {change}; restore it, or index it again: "
         f"echelon shards {shlex.join(['index', str(path)])}"
     )
 
@@ -172,12 +171,7 @@ class NotWhole(DataError):
 
 
 def scan_shard(path: Path | Remote) -> tuple[NDArray[np.int64], str, int]:
-    """Return rows [offset, length, crc32] of a shard's samples, its sha256, its bytes.
-
-    Raises:
-        DataError: The shard can't be read.
-        NotWhole: It is truncated or damaged.
-    """
+    """Return rows [offset, length, crc32] of a shard's samples, its sha256, and its size in bytes."""
     with _readable(path) as file:
         try:
             return *scan(file.fileno(), path), os.fstat(file.fileno()).st_size

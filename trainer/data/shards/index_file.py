@@ -57,11 +57,7 @@ def stored_at(path: Path | Remote, index_path: Path) -> Shard | None:
 
 
 def load(path: Path | Remote, index_path: Path) -> tuple[Shard, Any] | None:
-    """Load the shard and its rows; None for an index that is damaged or has another version.
-
-    Raises:
-        OSError: The index is gone, or can't be read.
-    """
+    """Load the shard and its rows, None for an index that is damaged or has another version."""
     if not stat.S_ISREG(index_path.stat().st_mode):  # a pipe would block
         return None
     try:
@@ -89,11 +85,7 @@ def checksum(about: Mapping[str, str], rows: NDArray[np.int64]) -> str:
 
 
 def store(shard: Shard, rows: NDArray[np.int64]) -> None:
-    """Store the index, replacing a damaged one.
-
-    Raises:
-        OSError: The disk refuses, or a file that Echelon did not write has this name.
-    """
+    """Store the index, replacing a damaged one but not a file that Echelon did not write."""
     if is_regular(shard.index_path):
         with shard.index_path.open("rb") as file:
             head = file.read(1024)

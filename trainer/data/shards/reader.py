@@ -62,7 +62,7 @@ class ShardReader:
         return sample
 
     def name(self, ref: Ref) -> tuple[str, str | None]:
-        """Return the shard and the key of a bad sample; None for an unreadable key."""
+        """Return the shard and the key of a bad sample, None for an unreadable key."""
         shard, content = self.index.shards[ref.shard], b""
         with contextlib.suppress(OSError, UnavailableError):
             file, rows = self._shard(ref.shard)
@@ -74,7 +74,7 @@ class ShardReader:
         """Do nothing, because a reader opens a shard when it first reads it."""
 
     def prefetch(self, refs: Sequence[Ref]) -> None:
-        """Ask the system to read these samples into memory, without waiting. Skip shards not downloaded yet."""
+        """Ask the system to read these samples into memory, without waiting. Shards not yet downloaded are skipped."""
         for ref in sorted(refs):
             if ref.shard not in self._open and isinstance(self.index.shards[ref.shard].path, Remote):
                 continue
@@ -106,8 +106,8 @@ class ShardReader:
             except OSError as error:
                 if time.monotonic() + pause_s - began > self.patience_s:
                     reason = f"{error.strerror or error}, for {self.patience_s:g} s"
-                    way_out = "check the disk and the network, then resume"
-                    raise UnavailableError(f"{error.filename or path}: {reason}; {way_out}") from None
+                    fix = "check the disk and the network, then resume"
+                    raise UnavailableError(f"{error.filename or path}: {reason}; {fix}") from None
             self._close(ref.shard)  # the handle of a file on a network drive may be stale
             time.sleep(pause_s)
             pause_s = min(timeouts.READ_PAUSE_S, 3 * pause_s)
@@ -143,7 +143,6 @@ class ShardReader:
 
 
 def _first_key(content: bytes) -> str | None:
-    """Find the first key in bytes that may be damaged."""
     try:
         return next(members(lambda offset, size: content[offset : offset + size], "")).key
     except (DataError, StopIteration):

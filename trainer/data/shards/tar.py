@@ -1,4 +1,4 @@
-"""Reads the members and samples of a tar. Damage is always an error, and never taken for the end of the archive."""
+"""Reads the members and samples of a tar. Damage is always an error, and never mistaken for the archive's end."""
 
 import hashlib
 import os

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_stages(data: Mapping[str, Any], allow: tuple[str, ...]) -> dict[str, list[Callable[..., Any]]]:
-    """Build the functions that the section `data` of a config names.
-
-    Raises:
-        ConfigError: A function can't be built, or does not take its arguments.
-    """
+    """Build the functions that the section `data` of a config names."""
     return {
         key: [_build(f"data.{key}.{i}", item, arguments, allow) for i, item in enumerate(data.get(key, ()))]
         for key, arguments in STAGES.items()
@@ -58,11 +54,6 @@ class Maps:
         self.maps, self.transform = maps, transform
 
     def __call__(self, sample: Any, rng: "Generator") -> Any:
-        """Apply the maps in turn.
-
-        Raises:
-            Dropped: A map returned None.
-        """
         key = sample.get("__key__") if isinstance(sample, Mapping) else None
         for number, apply in enumerate(self.maps):
             sample = apply(sample)

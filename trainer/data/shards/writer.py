@@ -89,11 +89,7 @@ def contents(sample: Mapping[str, Any], encoders: Mapping[str, Callable[[Any], b
 
 
 def refuse_member(name: str, extension: str) -> None:
-    """Refuse a member that WebDataset would leave out, or that a reader would refuse.
-
-    Raises:
-        DataError: The extension is invalid, or is one of a pickle.
-    """
+    """Refuse a member that WebDataset would leave out, or that a reader would refuse, such as a pickle."""
     if not extension or extension.startswith("_"):
         raise DataError(f"{name}: {extension!r} is not a member's extension; rename it, as 'jpg'")
     try:
