@@ -59,8 +59,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # unresolved: they may hold ${...}
-        original = (typed.get(override, original_override(override)) for override in overrides)
-        argv = [redact_argument(word) for word in original if word]
+        argv = [redact_argument(word) for each in overrides if (word := typed.get(each, original_override(each)))]
         recipe = dict(chosen.runtime.choices).get("recipe") or own_name(typed)
         composed: Any = OmegaConf.to_container(config, resolve=True)
         if primary == PRIMARY:

@@ -99,7 +99,7 @@ def trust(config: Mapping[str, Any]) -> None:
     Only for the config of a command: its user has the code here. A stored config lists what its own run has allowed.
     """
     options = config.get("trainer")
-    allowed = options.get("allow_targets") if isinstance(options, Mapping) else None
+    allowed: Any = options.get("allow_targets") if isinstance(options, Mapping) else None
     for target in named(config) if isinstance(allowed, list) else ():
         package, dot, _ = target.partition(".")
         if dot and package.isidentifier() and package not in (*OURS, *LIMITED, *allowed) and in_working_folder(package):
