@@ -151,5 +151,54 @@ def test_pages_and_search_in_a_browser(site: Path, address: str) -> None:
         assert hosts(tab) == {urlsplit(address).netloc}, tab.requests
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not browser.CHROMIUM, reason="no chromium")
+def test_the_search_answers_newcomers_questions(address: str) -> None:
+    """Each question of the page, typed as keywords, leads there or to the page that explains it."""
+    answers = questions((ROOT / "docs" / "how_do_i.md").read_text())
+    assert len(answers) >= 40
+    missed = {}
+    with browser.opened() as tab:
+        tab.visit(f"{address}/index.html", 1400)
+        tab.run("document.querySelector('.md-search__input').focus()")
+        for words, pages in answers.items():
+            found = searched(tab, words)
+            if not any(place.partition("#")[0] in pages for place in found[:3]):
+                missed[words] = found[:3]
+    assert not missed, "\n".join(f"{words}: {found}" for words, found in missed.items())
+
+
+def questions(page: str) -> dict[str, set[str]]:
+    """Return the keywords of each question, and the pages that answer it."""
+    found = {}
+    for part in page.split("\n## ")[1:]:
+        heading, _, text = part.partition("\n")
+        words = re.sub(
+            r"How do I|\b(a|an|the|my|own|or|with|it|on|to|of|that|does|is|into|from)\b|[?:,&()`]", " ", heading
+        )
+        links = re.findall(r"\]\((?!http)([^)#]+)", text)
+        pages = {re.sub(r"^(?:\.\./trainer/.*?([a-z_]+)(?:/README)?|(\w+))\.md$", place, link) for link in links}
+        found[" ".join(words.split())] = {"how_do_i.html", *pages}
+    return found
+
+
+def place(link: re.Match[str]) -> str:
+    return f"callbacks/{link[1]}.html" if link[1] else f"{link[2]}.html"
+
+
+def searched(tab: browser.Tab, words: str) -> list[str]:
+    """Type words into the site's search; return the places that it lists, best first."""
+    box, item = "document.querySelector('.md-search__input')", "document.querySelectorAll('.md-search-result__link')"
+    tab.run(f"{box}.value = ''; {box}.dispatchEvent(new Event('keyup'))")
+    tab.call("Input.insertText", text=words)
+    tab.run(
+        f"new Promise((done) => {{ let before = ''; const look = () => {{"
+        f" const now = [...{item}].map((each) => each.href).join();"
+        f" if (now && now === before) done(1); else {{ before = now; setTimeout(look, 100); }} }}; setTimeout(look, 300) }})"
+    )
+    links: list[str] = tab.run(f"[...{item}].map((each) => each.href)")
+    return [urlsplit(link).path.lstrip("/") + "#" + urlsplit(link).fragment for link in links]
+
+
 def hosts(tab: browser.Tab) -> set[str]:
     return {urlsplit(each).netloc for each in tab.requests if each.startswith("http")}
