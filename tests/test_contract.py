@@ -23,7 +23,7 @@ from support.runs import sgd
 from support.sharded import adam, whole
 from toy_recipe import Toy
 
-from trainer.callback import Callback
+from trainer.callback import Callback, overrides
 from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.checkpoint.serialize import optimizer_state
@@ -46,6 +46,7 @@ BOUNDS = {
     "topk between nodes": 0.7**0.5, "sign": 0.9, "powersgd": 0.9, "local_sgd": 0.1, "onebit_adam": 0.2,
     "pipeline.2bw": 0.5,
 }  # fmt: skip
+LOSSY = 1.0  # the bound of another callback or codec that is not exact
 COSINE = 0.7  # of an update with plain training's, at the least; the signs alone give 0.79
 ALL = {**OBSERVERS, **CHANGES, **CODECS}
 TWO = (*CHANGES, "bf16")
@@ -83,6 +84,9 @@ REFUSED = {
     *(("hierarchical", codec) for codec in ("int8", "topk", "dgc", "sign", "blocksparse")),
     *itertools.product(("bucket", "hierarchical", "local_sgd", "onebit_adam", "overlap"), PIPELINES),
 }
+READERS = [row for row in CHANGES if overrides(CHANGES[row](), "on_before_optimizer_step")]
+DEFERRING = [row for row in CHANGES if "defers" in CHANGES[row]().provides]
+REFUSED |= {pair for pair in itertools.combinations(CHANGES, 2) if set(pair) & {*READERS} and set(pair) & {*DEFERRING}}
 CASES: list[tuple[str, ...]] = [
     (),
     ("adamw",),  # a row that chooses the optimizer only
@@ -91,7 +95,7 @@ CASES: list[tuple[str, ...]] = [
     tuple(OBSERVERS),
     *((row, *OBSERVERS) for row in TWO),  # every pair with an observer, and of observers
     *(pair for pair in itertools.combinations(TWO, 2) if len(set(map(name_of, pair))) == 2),
-    *itertools.product(("overlap", "local_sgd"), ("fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse")),
+    *itertools.product(("overlap", "local_sgd"), (codec for codec in registry.CODECS if codec != "bf16")),
     *(("hierarchical", codec) for codec in ("fp16", "powersgd")),
     ("hierarchical", "topk between nodes"),
     ("ema", "overlap", "powersgd"),
@@ -288,12 +292,12 @@ def test_refused_or_kept(table, names):
     if names in REFUSED:
         assert {named(names, rank["refused"]) for rank in table[names]} == {True}
         return
+    assert not [rank["refused"] for rank in table[names] if "refused" in rank]
     plain = table[reference(names)][0]["straight"]
     if set(PIPELINES) & set(names):
         held = [~np.isnan(rank["straight"]["weights"]) for rank in table[names]]
         assert (sum(own.astype(int) for own in held) == WORLD // STAGES).all()  # each parameter is in one stage
     for rank in table[names]:
-        assert "refused" not in rank, rank.get("refused")
         straight, resumed = rank["straight"], rank["resumed"]
         keeps_its_bound(names, straight, plain)
         for key in ("weights", "moments", "validated"):
@@ -302,7 +306,7 @@ def test_refused_or_kept(table, names):
 
 
 def keeps_its_bound(names: tuple[str, ...], straight: dict[str, Any], plain: dict[str, Any]) -> None:
-    bound = sum(BOUNDS[name] for name in names if not ALL[name]().exact)
+    bound = sum(BOUNDS.get(name, LOSSY) for name in names if not ALL[name]().exact)
     common = {**plain, "first": plain["early"][first(names)]}
     assert distance(straight, common, "first") <= max(bound, 1e-12)
     assert distance(straight, plain, "weights") <= max(3 * bound, 1e-12)  # errors feed on each other in 6 steps

@@ -1,9 +1,10 @@
 """Every callback, with knobs that suit a short run of the toy, for what is tested of all of them."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 
-from trainer.callback import Callback
+from trainer.callback import Callback, Role
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.auto_batch import AutoBatch
 from trainer.callbacks.bucket.callback import Bucket
@@ -21,6 +22,8 @@ from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
 from trainer.callbacks.shard.callback import Shard
 from trainer.callbacks.swa import SWA
+from trainer.comm.codecs import registry
+from trainer.composition import kind_of, own_targets
 from trainer.loggers.csv import CSV
 from trainer.loggers.events import Events
 from trainer.loggers.metrics_file import MetricsFile
@@ -34,7 +37,7 @@ from trainer.monitors.profiler.callback import Profiler
 from trainer.monitors.step_timer import StepTimer
 from trainer.monitors.throughput import Throughput
 
-Table = Mapping[str, Callable[[], Callback]]
+Table = dict[str, Callable[[], Callback]]
 
 RANKS = int(os.environ.get("CONTRACT_RANKS", "3"))  # on which the contract is tested: 3, or 4 for stages with replicas
 STAGES = 3 if RANKS == 3 else 2
@@ -90,6 +93,12 @@ CODECS: Table = {
     "blocksparse": lambda: GradCompress("blocksparse", block=4),
     "topk between nodes": lambda: GradCompress("topk", density=0.3, level="inter"),
 }
+ELSEWHERE = {"grad_compress", "mlflow", "wandb"}  # the codecs above, and loggers that need a server
+
+# A callback or a codec without a row has its defaults.
+CODECS |= {name: partial(GradCompress, name) for name in registry.CODECS.keys() - CODECS.keys()}
+for name in own_targets().keys() - {row.partition(".")[0] for row in (*OBSERVERS, *CHANGES)} - ELSEWHERE:
+    (OBSERVERS if kind_of(name).role in (Role.MEASURE, Role.OBSERVE) else CHANGES)[name] = kind_of(name)
 
 
 def name_of(row: str) -> str:

@@ -12,7 +12,7 @@ from trainer.callback import Callback, Role, Symptom
 from trainer.checks.recipe import refuse_complex
 from trainer.comm.bucket import Bucket
 from trainer.comm.codecs.base import Codec, ErrorFeedback, merge
-from trainer.comm.codecs.registry import CODECS, make, name_of
+from trainer.comm.codecs.registry import CODECS, CodecName, make, name_of
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.comm.two_level import TwoLevel
 from trainer.context import Context
@@ -39,7 +39,7 @@ class GradCompress(Callback):
 
     def __init__(
         self,
-        codec: Literal["bf16", "fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse"] | Made = "bf16",
+        codec: CodecName | Made = "bf16",
         feedback: bool | None = None,
         start_step: NonNegativeInt = 0,
         level: Literal["all", "inter"] = "all",

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -116,5 +117,6 @@ def named(config: Mapping[str, Any]) -> Iterator[str]:
         node = pending.pop()
         if is_node(node) and isinstance(target := node["_target_"], str):
             yield target
-            yield from (value for name in constant(target, "targets") or () if isinstance(value := node.get(name), str))
+            with suppress(SyntaxError):  # the check shows it, with its line
+                yield from (v for name in constant(target, "targets") or () if isinstance(v := node.get(name), str))
         pending += [value for _, value in children(node)]

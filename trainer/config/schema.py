@@ -38,7 +38,7 @@ def knobs(key: str, target: str, allow: tuple[str, ...]) -> dict[str, Knob]:
     if source := source_of(module):
         tree = parse(source.read_bytes(), source)
         body = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        found = _read(body[name], body) if name in body else None
+        found = _read(body[name], body, tree) if name in body else None
         if found is not None:
             return found
         for node in (node for node in tree.body if isinstance(node, ast.ImportFrom)):
@@ -87,15 +87,15 @@ def source_of(module: str) -> Path | None:
 Definition = ast.ClassDef | ast.FunctionDef
 
 
-def _read(node: Definition, body: Mapping[str, Definition]) -> dict[str, Knob] | None:
+def _read(node: Definition, body: Mapping[str, Definition], tree: ast.Module) -> dict[str, Knob] | None:
     """Return the parameters; None if the constructor is not in this source."""
     if isinstance(node, ast.FunctionDef):
-        return _parameters(node.args)
+        return _parameters(node.args, tree)
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return _parameters(item.args)
+            return _parameters(item.args, tree)
     bases = [body.get(ast.unparse(base)) for base in node.bases]
-    inherited = [base and _read(base, body) for base in bases]
+    inherited = [base and _read(base, body, tree) for base in bases]
     if None in inherited:
         return None
     if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
@@ -105,20 +105,34 @@ def _read(node: Definition, body: Mapping[str, Definition]) -> dict[str, Knob] |
         fields |= base or {}
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation):
-            fields[ast.unparse(item.target)] = Knob(_annotation(item.annotation), item.value or NO_DEFAULT)
+            fields[ast.unparse(item.target)] = Knob(_annotation(item.annotation, tree), item.value or NO_DEFAULT)
     return fields
 
 
-def _parameters(args: ast.arguments) -> dict[str, Knob]:
+def _parameters(args: ast.arguments, tree: ast.Module) -> dict[str, Knob]:
     named = [a for a in (*args.posonlyargs, *args.args) if a.arg != "self"]
     defaults = [None] * (len(named) - len(args.defaults)) + list(args.defaults)
     pairs = [*zip(named, defaults, strict=True), *zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    known = {a.arg: Knob(_annotation(a.annotation), default or NO_DEFAULT) for a, default in pairs}
+    known = {a.arg: Knob(_annotation(a.annotation, tree), default or NO_DEFAULT) for a, default in pairs}
     return known | ({ANY_NAME: Knob(Any)} if args.kwarg else {})
 
 
-def _annotation(node: ast.expr | None) -> Any:
+def _annotation(node: ast.expr | None, tree: ast.Module) -> Any:
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - PLAIN.keys() if node else ()
+    aliases = {name: kind for name in names if (kind := _alias(name, tree)) is not Any}
     try:
-        return eval(ast.unparse(node), {"__builtins__": {}}, PLAIN) if node else Any
+        return eval(ast.unparse(node), {"__builtins__": {}}, PLAIN | aliases) if node else Any
     except (NameError, TypeError, AttributeError, SyntaxError):
         return Any
+
+
+def _alias(name: str, tree: ast.Module) -> Any:
+    """Return the choices that a module, or one of Echelon's that it imports from, names: `NAME = Literal[...]`."""
+    for item in tree.body:
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == name:
+            text = ast.unparse(item.value)
+            return _annotation(item.value, ast.Module([], [])) if text.startswith("Literal[") else Any
+        if isinstance(item, ast.ImportFrom) and any(alias.name == name for alias in item.names):
+            source = source_of(module) if (module := item.module or "").startswith("trainer.") else None
+            return _alias(name, parse(source.read_bytes(), source)) if source else Any
+    return Any

@@ -69,7 +69,7 @@ def test_bound_bytes_and_the_sum_with_error_feedback(rounding, bound):
 
 def encoded(codec: Int8, step: int, x: torch.Tensor) -> torch.Tensor:
     records = torch.empty(len(x), 4 + x.shape[1], dtype=torch.uint8)
-    quantise(x, records, codec._generator(x.device, Bucket.of([x], step)))
+    quantise(x, records, codec.generator(x.device, Bucket.of([x], step)))
     return records
 
 

@@ -11,6 +11,7 @@ from trainer.comm.bucket import Bucket, Piece
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.messages import Message, Shapes, elements
 from trainer.errors import ConfigError
+from trainer.rng import CODEC_NOISE, mix
 
 
 class Codec(Made):
@@ -59,6 +60,12 @@ class Codec(Made):
                 flat.zero_()
         for values in self.shared.values():
             values.clear()
+
+    def generator(self, device: torch.device, bucket: Bucket) -> torch.Generator:
+        """Return this rank's random numbers for a bucket of a step; dropout draws from torch's own at the same time."""
+        first = bucket.pieces[0]
+        key = mix(self.seed, CODEC_NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
+        return torch.Generator(device).manual_seed(key >> 1)
 
     @property
     def residual_copies(self) -> float:

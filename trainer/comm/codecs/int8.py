@@ -12,7 +12,6 @@ from trainer.comm.codecs.chunks import chunks
 from trainer.comm.reduce import AllReduce, Reduce
 from trainer.cost.messages import Message, Shapes, elements
 from trainer.errors import ConfigError
-from trainer.rng import INT8_NOISE, mix
 
 
 class Int8(Codec):
@@ -42,7 +41,7 @@ class Int8(Codec):
 
     def mean(self, flat: Tensor, out: Tensor, bucket: Bucket, reduce: Reduce) -> None:
         assert isinstance(reduce, AllReduce) and reduce.size == self.ranks
-        noise = self._generator(flat.device, bucket) if self.stochastic else None
+        noise = self.generator(flat.device, bucket) if self.stochastic else None
         own = -(-flat.numel() // (self.block * self.ranks))  # blocks in a shard
         # A record is a scale and the codes of a block.
         records = torch.empty(self.ranks * own, 4 + self.block, dtype=torch.uint8, device=flat.device)
@@ -73,12 +72,6 @@ class Int8(Codec):
         part = flat[chunk.start * self.block : chunk.stop * self.block]
         lacking = (chunk.stop - chunk.start) * self.block - len(part)
         return part, (pad(part, (0, lacking)) if lacking else part).view(-1, self.block).float()
-
-    def _generator(self, device: torch.device, bucket: Bucket) -> torch.Generator:
-        """Return a generator for this bucket, because dropout draws from the global one at the same time."""
-        first = bucket.pieces[0]
-        key = mix(self.seed, INT8_NOISE, bucket.step, self.rank, *first.param.shape, first.start, first.stop)
-        return torch.Generator(device).manual_seed(key >> 1)
 
 
 def quantise(x: Tensor, records: Tensor, noise: torch.Generator | None) -> None:

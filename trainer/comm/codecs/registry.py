@@ -1,7 +1,7 @@
 """The codecs by name, and each codec's knobs."""
 
 import inspect
-from typing import Any
+from typing import Any, Literal, get_args
 
 from trainer.comm.codecs.base import Codec
 from trainer.comm.codecs.blocksparse import BlockSparse
@@ -13,6 +13,7 @@ from trainer.comm.codecs.sign import Sign
 from trainer.comm.codecs.topk import TopK
 from trainer.errors import ConfigError, require_one_of
 
+CodecName = Literal["bf16", "fp16", "int8", "topk", "dgc", "sign", "powersgd", "blocksparse"]
 CODECS: dict[str, type[Codec]] = {
     "bf16": BFloat16,
     "fp16": Float16,
@@ -23,6 +24,7 @@ CODECS: dict[str, type[Codec]] = {
     "powersgd": PowerSGD,
     "blocksparse": BlockSparse,
 }
+assert get_args(CodecName) == tuple(CODECS), "registry.py: name each codec in CodecName, too"
 
 
 def make(name: str, knobs: dict[str, Any]) -> Codec:
