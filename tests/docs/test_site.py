@@ -194,7 +194,8 @@ def searched(tab: browser.Tab, words: str) -> list[str]:
     tab.run(
         f"new Promise((done) => {{ let before = ''; const look = () => {{"
         f" const now = [...{item}].map((each) => each.href).join();"
-        f" if (now && now === before) done(1); else {{ before = now; setTimeout(look, 100); }} }}; setTimeout(look, 300) }})"
+        f" if (now && now === before) done(1); else {{ before = now; setTimeout(look, 100); }} }};"
+        " setTimeout(look, 300) })"
     )
     links: list[str] = tab.run(f"[...{item}].map((each) => each.href)")
     return [urlsplit(link).path.lstrip("/") + "#" + urlsplit(link).fragment for link in links]
