@@ -9,18 +9,19 @@ PAGE = ROOT / "docs" / "honoured.md"
 TABLES = (*lightning.TABLES, *huggingface.TABLES)
 INTRODUCTION = """# What other people's code may use
 
-Echelon trains modules, data and arguments of other libraries. A name that is given here has the same effect as in the
-library, and a test compares the numbers. Any other name is refused, with the reason or with what to use instead: before
-the run, or where user code uses it. Nothing is dropped in silence.
+You have a LightningModule, a DataLoader or a file of TrainingArguments, and want to know whether Echelon honours all of
+it. These tables list every name. A name that is marked as given has the same effect as in its library, and a test
+compares the numbers. Any other name is refused, before the run or at the place where your code uses it, with the reason
+or with what to use instead. Nothing is ignored silently.
 
-The refusals read these tables. A test compares them with the installed libraries, so a new version can't add a name
-that is in neither column: [test_lightning_honoured.py](../tests/recipes/test_lightning_honoured.py) and
+The code that refuses reads these same tables. A test compares them with the installed libraries, so that a new version
+can't add a name that is missing here: [test_lightning_honoured.py](../tests/recipes/test_lightning_honoured.py) and
 [test_training_arguments_table.py](../tests/config/test_training_arguments_table.py). [LightningModules](lightning.md),
 [DataLoaders](samples.md#a-dataloader) and [TrainingArguments](huggingface.md#trainingarguments) have pages of their
 own.
 
-An argument without effect changes no number: it names files, logs or places. Its row says what happens instead. A field
-that is refused may have its default value.
+"Without effect" means that no number depends on the argument, because it only names files, logs or places. Its row
+states what happens instead. A refused field is accepted if it has its default value.
 
 """
 
