@@ -162,7 +162,7 @@ def test_the_search_answers_newcomers_questions(address: str) -> None:
         tab.visit(f"{address}/index.html", 1400)
         tab.run("document.querySelector('.md-search__input').focus()")
         for words, pages in answers.items():
-            found = searched(tab, words)
+            found = search(tab, words)
             if not pages & set(found[:3]):
                 missed[words] = found[:3]
     assert not missed, "\n".join(f"{words}: {found}" for words, found in missed.items())
@@ -186,7 +186,7 @@ def place(link: re.Match[str]) -> str:
     return f"callbacks/{link[1]}.html" if link[1] else f"{link[2]}.html"
 
 
-def searched(tab: browser.Tab, words: str) -> list[str]:
+def search(tab: browser.Tab, words: str) -> list[str]:
     """Type words into the site's search; return the pages that it lists, best first."""
     box, item = "document.querySelector('.md-search__input')", "document.querySelectorAll('.md-search-result__link')"
     tab.run(f"{box}.focus(); {box}.value = {json.dumps(words)}; {box}.dispatchEvent(new Event('keyup'))")

@@ -96,8 +96,8 @@ CODECS: Table = {
 ELSEWHERE = {"grad_compress", "mlflow", "wandb"}  # the codecs above, and loggers that need a server
 
 # A callback or a codec without a row has its defaults.
-CODECS |= {name: partial(GradCompress, name) for name in registry.CODECS.keys() - CODECS.keys()}
-for name in own_targets().keys() - {row.partition(".")[0] for row in (*OBSERVERS, *CHANGES)} - ELSEWHERE:
+CODECS |= {name: partial(GradCompress, name) for name in registry.CODECS if name not in CODECS}
+for name in sorted(own_targets().keys() - {row.partition(".")[0] for row in (*OBSERVERS, *CHANGES)} - ELSEWHERE):
     (OBSERVERS if kind_of(name).role in (Role.MEASURE, Role.OBSERVE) else CHANGES)[name] = kind_of(name)
 
 

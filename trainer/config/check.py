@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from trainer.annotated import PositiveInt, as_yaml, checked, is_node, takes_node
@@ -132,10 +132,15 @@ def check_node(key: str, node: Any, allow: tuple[str, ...]) -> None:
 
 def refuse_classes(key: str, node: Mapping[str, Any], allow: tuple[str, ...]) -> None:
     """Refuse arguments, listed in a class's `targets`, that name a class in a package that is not allowed."""
+    for name, value in class_arguments(node):
+        refuse_package(f"{key}.{name}", value, value, allow)
+
+
+def class_arguments(node: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments of a node that name classes, and their values."""
     for name in constant(node["_target_"], "targets") or ():
-        value = node.get(name)
-        if isinstance(value, str):
-            refuse_package(f"{key}.{name}", value, value, allow)
+        if isinstance(value := node.get(name), str):
+            yield name, value
 
 
 def split_groups(node: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

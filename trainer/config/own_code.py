@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.annotated import is_node
-from trainer.config.schema import constant
+from trainer.config.check import STAGES, class_arguments
 from trainer.config.targets import LIMITED, OURS
 from trainer.errors import ConfigError, nearest
 from trainer.redact import children
@@ -17,7 +17,6 @@ from trainer.redact import children
 FILE = re.compile(r"\+*recipe=(.+\.py)(?::(\w+))?")
 TARGET = "++recipe._target_="
 METHODS = {"model", "data", "loss"}
-STAGES = ("decoders", "map")  # of `data`: lists of functions
 
 
 def replace_file(words: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -67,10 +66,10 @@ def target_of(word: str) -> str:
 
 
 def known(word: str, tree: ast.Module, name: str) -> str:
-    """Return the name if the module has it, as a class, a function or an import."""
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.Import, ast.ImportFrom)
-    nodes = [alias for node in tree.body if isinstance(node, kinds) for alias in getattr(node, "names", [node])]
-    names = {getattr(node, "asname", None) or node.name for node in nodes}
+    """Return the name if the module defines or imports it, perhaps under a condition."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
     if not names & {name, "*"}:
         raise ConfigError(f"{word}: the file has no {name}; {nearest(name, names)}")
     return name
@@ -118,5 +117,5 @@ def named(config: Mapping[str, Any]) -> Iterator[str]:
         if is_node(node) and isinstance(target := node["_target_"], str):
             yield target
             with suppress(SyntaxError):  # the check shows it, with its line
-                yield from (v for name in constant(target, "targets") or () if isinstance(v := node.get(name), str))
+                yield from (value for _, value in class_arguments(node))
         pending += [value for _, value in children(node)]
