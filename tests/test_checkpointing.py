@@ -178,7 +178,7 @@ def test_a_refused_resume_changes_nothing():
     for refused in ({"checkpoint": {"keep_best": "val/typo"}}, {"callbacks": {"early_stop": EarlyStop()}}):
         with pytest.raises(ConfigError, match=r"val/typo|validates only"):
             trainer = make(resume="ckpt/r/step-00000002", max_steps=6, accept=["callbacks"], **refused)
-            trainer.command.on_accepted = lambda run_dir: Path("runs/r/config.yaml").write_text("another")
+            trainer.command.save_config = lambda run_dir: Path("runs/r/config.yaml").write_text("another")
             trainer.fit()
     after = {str(p): p.read_bytes() for d in ("runs", "ckpt") for p in Path(d).rglob("*") if p.is_file()}
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
@@ -326,7 +326,7 @@ def test_a_resume_with_nothing_to_do_rewrites_nothing(max_steps):
     Path("runs/r/config.yaml").write_text("lr: 0.05")
     before = {path: path.read_bytes() for path in files if path.is_file()}
     trainer = make(resume="auto", max_steps=max_steps, validate_every=2, clip_norm=0.5)
-    trainer.command.on_accepted = lambda run_dir: Path("runs/r/config.yaml").write_text("lr: 0.5")
+    trainer.command.save_config = lambda run_dir: Path("runs/r/config.yaml").write_text("lr: 0.5")
     trainer.fit()
     assert trainer.step == 4 and {path: path.read_bytes() for path in before} == before
 
@@ -338,7 +338,7 @@ def test_a_process_that_another_has_superseded_cuts_nothing_of_the_others(monkey
     trainer = make(
         callbacks={"metrics_file": MetricsFile()}, resume="ckpt/r/step-00000002", log_every_steps=1, max_steps=6
     )
-    trainer.command.on_accepted = lambda run_dir: commit.begin(Path("ckpt/r"))
+    trainer.command.save_config = lambda run_dir: commit.begin(Path("ckpt/r"))
     with refuses("trainer.checkpoint.dir=ckpt", "nothing"):
         trainer.fit()
     assert Path("runs/r/metrics.jsonl").read_bytes() == lines

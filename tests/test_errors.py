@@ -54,6 +54,14 @@ max_step=3
     max_step=3: no such key; did you mean trainer.max_steps
 optimizer.learning_rate=1e-3
     optimizer.learning_rate=0.001: no such key; did you mean lr?
+trainer.micro_batch=8
+    trainer.micro_batch=8: no such key; did you mean micro_batch?
+trainer.workers=2
+    trainer.workers=2: no such key; did you mean data.workers?
+optimizer.warmup=100
+    optimizer.warmup=100: no such key; did you mean schedule.warmup?
+schedule=constant schedule.floor=0.1
+    schedule.floor=0.1: no such key; there are lr_scaling, reference_batch, warmup
 optimizer.xyzzy=1
     optimizer.xyzzy=1: no such key; there are betas, eps, lr, weight_decay
 recipe=bare

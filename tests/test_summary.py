@@ -46,6 +46,17 @@ def test_numbers_are_in_a_line_for_each_group():
     assert grouped(numbers) == {"train": "loss 0.1235  samples 1,234,567", "val": "loss 2", "task": "accuracy nan"}
 
 
+def test_the_time_of_a_step_is_said_in_words():
+    """Parts below one percent are left out, and so is a slowest rank that nobody waits for."""
+    step = {"time/step": 0.02, "time/data": 0.0001, "time/forward": 0.006, "time/backward": 0.012, "time/upload": 0.0}
+    several = {"time/data_max": 0.0001, "time/communication_min": 0.0, "time/slowest_rank": 2, "time/spread": 0.005}
+    assert grouped(step) == grouped(step | several) == {"time": "20 ms a step  backward 60%, forward 30%"}
+    assert grouped(step | several | {"time/spread": 0.12, "time/mine": 3.0}) == {
+        "time": "20 ms a step  backward 60%, forward 30%  rank 2 is the slowest, by 12%  mine 3"
+    }
+    assert grouped({"time/step": 0.0}) == {"time": "0 ms a step"}
+
+
 def test_a_resume_that_makes_no_step_keeps_the_numbers_of_the_run(tmp_path):
     file = tmp_path / "summary.json"
     assert earlier(tmp_path, 4) == {}

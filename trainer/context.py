@@ -77,7 +77,8 @@ class Command:
         spec: A `RunSpec` with the launcher's decisions; None: rank 0 decides.
         settings: The flattened config without secrets, which must be equal on all ranks.
         machine: Properties of this machine that affect bits, for the manifest.
-        on_accepted: Called on rank 0 with the run's folder, once all checks have passed.
+        save_config: Called on rank 0 with the run's folder, once all checks have passed.
+            A run that crashes earlier calls it then.
         on_error: Called with the error of a failed run, before the clean-up.
         end_failed: Called after `on_error` if the device has failed, to end the process.
     """
@@ -86,7 +87,7 @@ class Command:
     spec: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    on_accepted: Callable[[Path], Any] = lambda run_dir: None
+    save_config: Callable[[Path], Any] = lambda run_dir: None
     on_error: Callable[[BaseException], Any] = lambda error: None
     end_failed: Callable[[BaseException], Any] = lambda error: None
 

@@ -132,7 +132,7 @@ class Loop:
         """Start writing into the run's folder, now that all checks have passed."""
         context, plan, state = self.context, self.plan, self.state
         if context.rank == 0:
-            context.command.on_accepted(context.run_dir)
+            context.command.save_config(context.run_dir)
         self.checkpointer.leave_newer()
         if context.rank == 0:
             self.parts.quarantine.begin()

@@ -1,7 +1,7 @@
 """The command: composes configs with Hydra, checks them, and trains or starts the ranks; or runs a tool."""
 # ruff: noqa: E402 a SIGTERM during the imports has to end the command like a run
 
-import contextlib
+import importlib
 import itertools
 import os
 import re
@@ -151,7 +151,7 @@ def command(arguments: list[str]) -> int:
         if codes[-1] in (STOPPED, 130):
             break
     if len(jobs) > 1:
-        compare([job.config["trainer"]["run_dir"] for job in jobs])
+        compare(jobs, codes[1:])
     return max(codes)
 
 
@@ -203,12 +203,12 @@ def name_folders(jobs: "list[Job]") -> None:
             taken.add(options["run_dir"])
 
 
-def compare(folders: list[str | None]) -> None:
-    """Print the table of `trainer.tools.compare` for the runs that have metrics."""
-    measured = [folder for folder in dict.fromkeys(folders) if folder and Path(folder, "metrics.jsonl").exists()]
-    if len(measured) > 1:
-        with contextlib.suppress(SystemExit):
-            run_tool("compare", *measured)
+def compare(jobs: "list[Job]", codes: list[int]) -> None:
+    """Print a table of the jobs that have begun. A resumed run has a table of its own: its folder is not known here."""
+    folders = [job.config["trainer"]["run_dir"] for job in jobs]
+    begun = [(Path(own), job.config, code) for own, job, code in zip(folders, jobs, codes, strict=False) if own]
+    if len(begun) > 1:
+        importlib.import_module("trainer.tools.compare").compare_jobs(begun)
 
 
 def tools() -> dict[str, Path]:

@@ -5,6 +5,7 @@ import platform
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.checkpoint.pretrained import load_weights
 from trainer.checks.callback import owner
 from trainer.checks.recipe import call_summary
 from trainer.comm.device import has_failed
+from trainer.comm.phases import Phase
 from trainer.comm.ranks import in_collective
 from trainer.context import Context
 from trainer.errors import NOT_FINITE, exit_code
@@ -29,6 +31,9 @@ from trainer.redact import HIDDEN
 from trainer.run_dir import versions
 
 FIRST = 5  # the most samples that a message names
+PARTS = [phase.name.lower() for phase in Phase]
+OF_STEP = {f"time/{name}" for name in (*PARTS, "spread", "slowest_rank", "data_max", "communication_min")}
+LEAST = 0.01  # of a step: the smallest share that the last lines show
 OURS = ("", "echelon")  # launchers for which our own command starts all ranks
 ENDS = {  # all other stop reasons count as finished
     "max_steps": ("finished", ""),
@@ -116,6 +121,9 @@ def report_error(
     if isinstance(error, Exception) and not (refused or trainer.ended):
         follows = in_collective(error)
         note_crash(trainer.run_dir, error, trainer.rank, trainer.world, done(trainer), follows=follows)
+        if trainer.rank == 0 and not (trainer.run_dir / "config.yaml").exists():  # crashed before it was accepted
+            with suppress(OSError):
+                trainer.command.save_config(trainer.run_dir)
     trainer.ranks.note_failure(kind, logs)
     if has_failed(trainer.device):
         trainer.command.end_failed(error)
@@ -211,8 +219,23 @@ def grouped(numbers: Mapping[str, float]) -> dict[str, str]:
     lines: dict[str, list[str]] = {}
     for name, value in numbers.items():
         group, _, rest = name.rpartition("/")
-        lines.setdefault(group or "task", []).append(f"{rest} {readable(value)}")
+        if name == "time/step":
+            lines[group] = step_in_words(numbers)
+        elif name not in OF_STEP:
+            lines.setdefault(group or "task", []).append(f"{rest} {readable(value)}")
     return {group: "  ".join(line) for group, line in lines.items()}
+
+
+def step_in_words(numbers: Mapping[str, float]) -> list[str]:
+    """Return the duration of a step, its parts of at least 1 %, and the slowest rank if others wait that long."""
+    step = numbers["time/step"]
+    parts = sorted(((numbers.get(f"time/{part}", 0.0), part) for part in PARTS), reverse=True)
+    shares = [f"{part} {seconds / step:.0%}" for seconds, part in parts if seconds >= LEAST * step > 0]
+    words = [f"{readable(1e3 * step)} ms a step", ", ".join(shares)]
+    spread, slowest = numbers.get("time/spread", 0.0), numbers.get("time/slowest_rank")
+    if spread >= LEAST and slowest is not None:
+        words.append(f"rank {slowest:.0f} is the slowest, by {spread:.0%}")
+    return list(filter(None, words))
 
 
 def readable(value: float) -> str:

@@ -287,7 +287,7 @@ def test_nor_is_what_it_has_written_set_aside():
     """By a resume from an older one, that was stopped as it began."""
     make(AtStep()).fit()
     trainer = make(AtStep(), 1000, resume="ckpt/r/step-00000002")
-    trainer.command.on_accepted = lambda run_dir: commit.begin(Path("ckpt/r"))
+    trainer.command.save_config = lambda run_dir: commit.begin(Path("ckpt/r"))
     with refuses("trainer.checkpoint.dir=ckpt", "nothing"):
         trainer.fit()
     assert steps() == [2, 4, 6]

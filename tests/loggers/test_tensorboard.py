@@ -96,7 +96,7 @@ def test_settings_as_hparams(tmp_path):
     assert {name: value.number_value or value.string_value for name, value in found[1].hparams.items()} == {
         "batch": 12, "recipe.width": 1.5, "recipe.name": "x"
     }  # fmt: skip
-    assert found[0].group_name == found[1].group_name
+    assert found[0].group_name == found[1].group_name == "runs/r"  # which the table shows as the trial's ID
 
 
 def test_media(tmp_path):

@@ -376,6 +376,7 @@ def test_means_and_the_slowest_rank() -> None:
         "time/data_max": 1, "time/communication_min": 2, "time/slowest_rank": 1, "time/spread": (7 - 3) / 10,
     }  # fmt: skip
     assert list(found)[1:-4] == [f"time/{name}" for name in NAMES]
+    assert list(metrics([first])) == list(found)[:-4]  # one rank is neither slow nor fast
 
 
 def test_a_wait_for_data_makes_no_rank_slow() -> None:

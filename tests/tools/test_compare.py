@@ -1,6 +1,8 @@
-"""Runs side by side in the terminal: changed keys, last and best values, at 80 columns and as JSON."""
+"""Runs side by side in the terminal: a row for each, with changed keys, last and best values; the same as JSON."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +11,16 @@ import pytest
 from support.cli import environment
 from support.run_files import HOSTILE, hostile_run, synthetic_run, write_lines
 
-from trainer.tools.compare import compare
+from trainer.tools.compare import compare, compare_jobs
 
 
 def shown(capsys, monkeypatch, columns: int, *folders: Path, everything: bool = False) -> list[str]:
-    """Return the lines but for the last of several runs: it is a command, and so is not cut."""
+    """Return the lines but for the last, which is a command, and so is not cut."""
     monkeypatch.setenv("COLUMNS", str(columns))
     assert compare(list(folders), False, everything) == 0
     lines = capsys.readouterr().out.splitlines()
-    if len(folders) > 1:
-        assert lines.pop() == f"curves: echelon report {' '.join(map(str, folders))}"
+    command = shlex.split(lines.pop())
+    assert command[:3] == ["curves:", "echelon", "report"] and sorted(command[3:]) == sorted(map(str, folders))
     return lines
 
 
@@ -31,21 +33,54 @@ def two(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a", tmp_path / "b"]
 
 
-def test_what_two_runs_show(tmp_path, capsys, monkeypatch):
-    lines = [line.split() for line in shown(capsys, monkeypatch, 80, *two(tmp_path)) if line.strip()]
-    assert lines[:4] == [
-        ["a", "b"],
-        ["state", *["running", "or", "killed"] * 2],
-        ["steps", "3", "3"],
-        ["seconds", "1.5", "1.5"],
+def rows_of(lines: list[str]) -> list[list[str]]:
+    """The cells of all lines; cells are two spaces apart."""
+    return [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
+
+
+def test_a_row_for_each_run_the_best_first(tmp_path, capsys, monkeypatch):
+    rows = rows_of(shown(capsys, monkeypatch, 200, *reversed(two(tmp_path))))
+    assert rows == [
+        ["run", "state", "steps", "time", "optimizer.lr", "best val/loss", "at step", "val/loss"],
+        ["a", "running or killed", "3", "1.5 s", "0.1", "1", "2", "2"],
+        ["b", "running or killed", "3", "1.5 s", "0.2", "2.5", "2", "not finite"],
+        *([f"{name}: {file}: is missing"] for name in "ab" for file in ("summary.json", "events.jsonl")),
+        ["b: val/loss: 1 of 3 values are not finite"],
     ]
-    assert ["optimizer.lr", "0.1", "0.2"] in lines and not any("batch" in line for line in lines)
-    place = lines.index(["val/loss", "2", "not", "finite"])
-    assert lines[place + 1] == ["1", "@", "2", "2.5", "@", "2"]
-    assert not any("mine" in line for line in lines)
-    assert lines[-1] == ["b:", "val/loss:", "1", "of", "3", "values", "are", "not", "finite"]
-    lines = shown(capsys, monkeypatch, 80, *two(tmp_path), everything=True)
-    assert any(line.split() == ["mine", "1", "1"] for line in lines)
+    rows = rows_of(shown(capsys, monkeypatch, 200, *two(tmp_path), everything=True))
+    assert rows[0][-2:] == ["mine", "val/loss"] and rows[1][-2:] == ["1", "2"]
+
+
+def test_one_run_is_a_list(tmp_path, capsys, monkeypatch):
+    rows = rows_of(shown(capsys, monkeypatch, 80, two(tmp_path)[0]))
+    assert rows[0] == ["run", "a"] and ["best val/loss", "1"] in rows and ["val/loss", "2"] in rows
+
+
+def test_what_a_run_watches_decides(tmp_path, capsys, monkeypatch):
+    folders = two(tmp_path)
+    for folder, score in zip(folders, (0.5, 0.75), strict=True):
+        write_lines(folder / "metrics.jsonl", [{"step": 1, "val/loss": score, "val/f1": score}])
+        (folder / "summary.json").write_text('{"stopped": "max_steps", "best": {"metric": "max val/f1"}}')
+    rows = rows_of(shown(capsys, monkeypatch, 200, *folders))
+    assert [row[:2] for row in rows[1:3]] == [["b", "finished"], ["a", "finished"]]
+    assert rows[0][4:7] == ["optimizer.lr", "best val/f1", "at step"]
+
+
+def test_a_job_of_a_sweep_that_made_no_run_has_a_row(tmp_path, capsys, monkeypatch):
+    """One finished, one was refused before it had a folder, and one crashed before its config was stored."""
+    monkeypatch.setenv("COLUMNS", "200")
+    finished, refused, crashed = (tmp_path / name for name in ("f", "r", "c"))
+    write_lines(finished / "metrics.jsonl", [{"step": 1, "val/loss": 1.0}])
+    (finished / "config.yaml").write_text("{batch: 8}")
+    (finished / "summary.json").write_text('{"stopped": "max_steps"}')
+    (crashed / "logs").mkdir(parents=True)
+    (crashed / "summary.json").write_text('{"stopped": "error", "error": "no memory", "steps": 0}')
+    compare_jobs([(refused, {"batch": 0}, 78), (crashed, {"batch": 999}, 1), (finished, {"batch": 8}, 0)])
+    rows = rows_of(capsys.readouterr().out.splitlines())
+    assert [row[:4] for row in rows[1:4]] == [
+        ["f", "finished", "1", "8"], ["r", "refused", "0", "0"], ["c", "crashed", "0", "999"]
+    ]  # fmt: skip
+    assert ["c: crashed: no memory"] in rows and rows[-1] == [f"curves: echelon report {finished}"]
 
 
 def test_json_has_everything(tmp_path, capsys):

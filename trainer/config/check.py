@@ -167,13 +167,22 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
             full = f"{key}.{name}"
-            fix = new_name(full) or (key in ("trainer", "data") and our_key(name)) or nearest(name, known)
-            raise ConfigError(f"{full}={shown(name, value)}: no such key; {fix}{hint}")
+            fix = new_name(full) or elsewhere(key, name) or (key in ("trainer", "data") and our_key(name))
+            raise ConfigError(f"{full}={shown(name, value)}: no such key; {fix or nearest(name, known)}{hint}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             check_values(f"{key}.{name}", value, option_parameters(kind))
         else:
             values[name] = check_type(f"{key}.{name}", value, kind)
+
+
+def elsewhere(key: str, name: str) -> str:
+    """Return the fix for a key of section `key` that belongs to another; empty if none has it."""
+    sections = {"trainer": option_parameters(Options), "data": option_parameters(DataOptions)}
+    sections |= {"optimizer": ("lr", "weight_decay"), "schedule": ("warmup", "floor")}  # of most of them
+    found = [f"{section}.{name}" for section, names in sections.items() if section != key and name in names]
+    found = [name] if name in TOP else found
+    return f"did you mean {found[0]}?" if found else ""
 
 
 def check_type(key: str, value: Any, kind: Any) -> Any:

@@ -59,7 +59,7 @@ def compose(arguments: list[str], folders: list[Path], primary: Path = PRIMARY) 
     def collect(config: DictConfig) -> None:
         chosen = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(chosen.overrides.task)  # unresolved: they may hold ${...}
-        argv = [redact_argument(word) for each in overrides if (word := typed.get(each, original_override(each)))]
+        argv = [redact_argument(word) for each in overrides if (word := as_typed(each, typed))]
         recipe = dict(chosen.runtime.choices).get("recipe") or own_name(typed)
         composed: Any = OmegaConf.to_container(config, resolve=True)
         if primary == PRIMARY:
@@ -153,6 +153,12 @@ def kept_by_recipe(node: Mapping[str, Any], name: str, own: Mapping[str, Any], t
             text = f"optimizer.{key}={found}: the recipe's YAML sets this, and optimizer={name} has {value}"
             lines.append(f"{text}; give optimizer.{key}=VALUE to choose")
     return lines
+
+
+def as_typed(override: str, typed: Mapping[str, str]) -> str:
+    """Return what the user typed for an override; empty if nothing."""
+    original = original_override(override)
+    return typed.get(override, typed.get(original, original))
 
 
 def original_override(override: str) -> str:

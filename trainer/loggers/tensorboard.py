@@ -69,7 +69,7 @@ class TensorBoard(Logger):
         # A resume hides the events of later steps that an earlier process wrote.
         self._add(trainer.step, session_log=SessionLog(status=SessionLog.START))
         settings = settings_of(trainer)
-        self._add(trainer.step, summary=hparams_pb(settings, trial_id=str(trainer.run_dir.resolve())))
+        self._add(trainer.step, summary=hparams_pb(settings, trial_id=os.path.relpath(trainer.run_dir)))
         config = trainer.run_dir / "config.yaml"
         if config.exists():
             self._add(trainer.step, summary=text("config", "```yaml\n" + config.read_text() + "```"))

@@ -20,9 +20,10 @@ class StepTimer(Callback):
     A clock is in one phase at a time, so the phases add up to the step. Communication is what the step waits for: a
     reduction that overlaps with a backward pass takes no time. On a GPU the times are the device's, by CUDA events.
 
-    `time/slowest_rank` is the rank that computes longest: upload, passes, and optimizer. `time/spread` is the longest
-    of these times minus the shortest, as a share of the step. `time/data_max` is the longest wait for data of any rank.
-    `time/communication_min` is the communication of the rank that waits least: about the transfer itself.
+    Several ranks are compared as well. `time/slowest_rank` is the rank that computes longest: upload, passes, and
+    optimizer. `time/spread` is the longest of these times minus the shortest, as a share of the step. `time/data_max`
+    is the longest wait for data of any rank. `time/communication_min` is the communication of the rank that waits
+    least: about the transfer itself.
     """
 
     role = Role.MEASURE
@@ -86,6 +87,8 @@ def metrics(times: list[list[float]]) -> dict[str, float]:
     work = [sum(each[phase] for phase in COMPUTE) for each in times]
     means = {f"time/{name}": sum(each) / ranks for name, each in zip(NAMES, zip(*times, strict=True), strict=True)}
     step = sum(map(sum, times)) / ranks
+    if ranks == 1:
+        return {"time/step": step, **means}
     return {
         "time/step": step,
         **means,

@@ -1,12 +1,14 @@
-"""echelon compare RUN...: shows in tables how runs differ, with changed keys, last and best metrics."""
+"""echelon compare RUN...: shows how runs differ: a row for each run, with the keys that differ and its metrics."""
 
 import json
 import math
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,35 +19,98 @@ from trainer.files import finite
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
 from trainer.process.stdio import tolerate_closed_pipes
+from trainer.tools.report.page import duration
 from trainer.tools.report.payload import CLOCKS
-from trainer.tools.report.run import Run, best_of, differences, names_of, read_run
+from trainer.tools.report.run import Run, best_of, differences, direction, names_of, of_job, read_run
 from trainer.tools.report.tables import value_of
 
 GROUPS = ("train/", "val/", "perf/")  # metrics that are shown without --all
-CELL = 14  # columns of a value, at least
+WATCHED = ("val/loss", "train/loss")  # which decides between runs that watch no metric
+WIDEST = 40  # columns of a value; the rest is folded
+GAP = 2  # columns between two values
+
+
+class Column(NamedTuple):
+    head: str
+    cells: list[str]  # of each run
+
+    @property
+    def width(self) -> int:
+        return min(WIDEST, max(cell_len(text) for text in (self.head, *self.cells)))
 
 
 def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
     runs = [read_run(folder, name, 1, 1) for folder, name in zip(folders, names_of(folders), strict=True)]
     if as_json:
         print(json.dumps(finite(as_object(runs)), indent=1, default=str))
-        return 0
-    console = Console(highlight=False, markup=False)
-    names = chosen(runs, everything)
-    for block in blocks(runs, console.width):
-        console.print(made("", "", block, outcomes(block)))
-        if changed := differences(runs):
-            rows = [[key, *(as_yaml(run.config.get(key))[:200] for run in block)] for key in sorted(changed)]
-            console.print(made("changed keys", "key", block, rows))
-        rows = [[name, *(cell(run, name) for run in block)] for name in names]
-        console.print(made("last, and best at its step", "metric", block, rows))
-    console.print()
-    for run in runs:
-        for note in run.notes:
-            console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
-    if len(runs) > 1:
-        print(printable(f"curves: {shlex.join(['echelon', 'report', *map(str, folders)])}"))
+    else:
+        show(runs, everything)
     return 0
+
+
+def compare_jobs(jobs: Sequence[tuple[Path, Mapping[str, Any], int]]) -> None:
+    """Show the jobs of a sweep by their folders, configs and exit codes. A job that made no run has a row too."""
+    names = names_of([folder for folder, _, _ in jobs])
+    show([of_job(folder, name, config, code) for name, (folder, config, code) in zip(names, jobs, strict=True)], False)
+
+
+def show(runs: list[Run], everything: bool) -> None:
+    """Print the runs, the best first. A single run is shown as a list of its values."""
+    console = Console(highlight=False, markup=False)
+    metric = watched(runs)
+    runs = sorted(runs, key=lambda run: rank_of(run, metric))
+    names, found = Column("run", [run.name for run in runs]), columns(runs, metric, everything)
+    if len(runs) == 1:
+        both = Column("run", [column.head for column in found]), Column(runs[0].name, [c.cells[0] for c in found])
+        tables = [[*both]]
+    else:
+        tables = [[names, *block] for block in blocks(found, names, console.width)]
+    for table in tables:
+        console.print(made(table))
+        console.print()
+    for run in runs:
+        for note in (run.ending, *(run.notes if not run.error else ())):
+            if note:
+                console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
+    if having := [run for run in runs if run.metrics]:
+        print(printable(f"curves: {shlex.join(['echelon', 'report', *(str(run.folder) for run in having)])}"))
+
+
+def watched(runs: list[Run]) -> str:
+    """Return the metric that decides which run is better: the one of the checkpoints that are kept, or the loss."""
+    stated = [run.summary.get("best") for run in runs]
+    chosen = [str(best["metric"]).removeprefix("max ") for best in stated if isinstance(best, Mapping) and best]
+    return next((name for name in (*chosen, *WATCHED) if any(name in run.metrics for run in runs)), WATCHED[0])
+
+
+def rank_of(run: Run, metric: str) -> tuple[bool, float]:
+    """Return the key by which runs are sorted: the best first, and last those without a value."""
+    best = best_of(run, metric) if metric in run.metrics else None
+    return best is None, -direction(run, metric) * best[0] if best else 0.0
+
+
+def columns(runs: list[Run], metric: str, everything: bool) -> list[Column]:
+    took = [duration(run.metrics["seconds"].high.value) if "seconds" in run.metrics else "" for run in runs]
+    best = [best_of(run, metric) if metric in run.metrics else None for run in runs]
+    changed = differences(runs)
+    shown = [
+        Column("state", [run.state.partition(": ")[0] for run in runs]),
+        Column("steps", [f"{run.last_step:,}" for run in runs]),
+        Column("time", took),
+    ]
+    for key in sorted(changed):
+        values = [as_yaml(value)[:200] if run.config else "" for value, run in zip(changed[key], runs, strict=True)]
+        shown.append(Column(key, values))
+    if any(best):
+        shown += [
+            Column(f"best {metric}", [value_of(one[0], metric) if one else "" for one in best]),
+            Column("at step", [f"{one[1]:,}" if one else "" for one in best]),
+        ]
+    return shown + [Column(name, [last(run, name) for run in runs]) for name in chosen(runs, everything)]
+
+
+def last(run: Run, name: str) -> str:
+    return value_of(run.metrics[name].last.value, name) if name in run.metrics else ""
 
 
 def chosen(runs: list[Run], everything: bool) -> list[str]:
@@ -53,38 +118,26 @@ def chosen(runs: list[Run], everything: bool) -> list[str]:
     return names if everything else [name for name in names if name.startswith(GROUPS)]
 
 
-def blocks(runs: list[Run], width: int) -> list[list[Run]]:
-    fit = max(1, (width - 26) // (CELL + 2))
-    return [runs[i : i + fit] for i in range(0, len(runs), fit)]
+def blocks(columns: list[Column], names: Column, width: int) -> list[list[Column]]:
+    """Split the columns into tables that fit into `width` and each begin with the runs' names."""
+    found, room = list[list[Column]](), 0
+    for column in columns:
+        if not found or column.width + GAP > room:
+            found.append([])
+            room = width - min(names.width, width // 2)
+        found[-1].append(column)
+        room -= column.width + GAP
+    return found
 
 
-def made(title: str, first: str, runs: list[Run], rows: list[list[str]]) -> Table:
-    title = f"\n{title}" if title else ""
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=False)
-    table.add_column(first, overflow="fold", max_width=32)
-    for run in runs:
-        table.add_column(Text(printable(run.name)), justify="right", overflow="fold", min_width=CELL)
-    for row in rows:
-        table.add_row(*(Text(printable(text, keep="\n")) for text in row))
+def made(columns: list[Column]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for n, column in enumerate(columns):
+        head = Text(printable(column.head))
+        table.add_column(head, justify="right" if n else "left", overflow="fold", max_width=WIDEST if n else None)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
-
-
-def outcomes(runs: list[Run]) -> list[list[str]]:
-    return [
-        ["state", *(run.state for run in runs)],
-        ["steps", *(f"{run.last_step:,}" for run in runs)],
-        ["seconds", *(f"{run.metrics['seconds'].high.value:,.1f}" if "seconds" in run.metrics else "" for run in runs)],
-    ]
-
-
-def cell(run: Run, name: str) -> str:
-    """Return the last value, and below it the best one and its step."""
-    metric = run.metrics.get(name)
-    if metric is None:
-        return ""
-    best = best_of(run, name)
-    last = value_of(metric.last.value, name)
-    return f"{last}\n{value_of(best[0], name)} @ {best[1]:,}" if best and best[1] != metric.last.step else last
 
 
 def as_object(runs: list[Run]) -> dict[str, Any]:

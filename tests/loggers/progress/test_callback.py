@@ -55,6 +55,21 @@ def test_plain_lines(tmp_path, capsys):
     assert [line.endswith(" left") for line in printed] == [False, True, False, True, True, False]
 
 
+def test_the_first_logged_steps_show_no_part_of_a_step(tmp_path, capsys):
+    """They pay for imports and new files: almost all of their time is the callbacks'."""
+
+    class Busy(Callback):
+        role = Role.MEASURE
+
+        def on_step_end(self, trainer) -> None:
+            if trainer.metrics:
+                trainer.metrics |= {"time/step": 1.0, "time/callbacks": 0.98}
+
+    run(busy=Busy())
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert ["callbacks 98%" in line for line in printed] == [False, False, False, False, True, False]
+
+
 def first_line(place: Place, max_steps: int) -> tuple[list[str], float]:
     """What rank 0 prints of a first step that is not logged, and its loss by hand."""
     losses: list[float] = []

@@ -77,6 +77,25 @@ def test_everything_is_drawn_in_light_and_dark(tab, tmp_path, width):
     all_well(tab, tmp_path)
 
 
+def test_a_printed_page_has_all_charts_in_light_colours(tab, tmp_path):
+    """Also those that were never on the screen, and the screen is dark."""
+    show(tab, tmp_path, *(synthetic_run(tmp_path / name, 60, seed=n) for n, name in enumerate("ab")))
+    tab.paint(True)
+    tab.run(
+        "globalThis.printed = [], addEventListener('beforeprint', () => printed.push("
+        "charts.map((chart) => chart.drawn !== undefined && !chart.stale), colour('panel')))"
+    )
+    assert not all(tab.run("charts.map((chart) => chart.drawn !== undefined)"))
+    assert tab.call("Page.printToPDF", printBackground=True)["data"]
+    drawn, panel = tab.run("printed")
+    assert len(drawn) > 8 and all(drawn) and panel == "#ffffff"
+    for chart in range(len(drawn)):
+        assert inked(tab, chart) > 2000, chart
+    tab.settle()
+    assert tab.run("colour('panel')") == "#161a20"  # dark again
+    all_well(tab, tmp_path)
+
+
 @pytest.mark.slow
 def test_the_crosshair_has_the_values_of_the_step(tab, tmp_path):
     write_lines(

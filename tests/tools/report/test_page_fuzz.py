@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.tools.compare import as_object, cell, chosen
+from trainer.tools.compare import as_object, blocks, columns, watched
 from trainer.tools.report.page import make_page
 from trainer.tools.report.run import read_run
 
@@ -82,4 +82,6 @@ def test_any_files_give_a_page(files, summary, config, torn):
             page = make_page(shown)
             assert page.count("<script") == 2 and "<b></b>" not in page
             json.dumps(as_object(shown), default=str)
-        assert all(isinstance(cell(run, name), str) for run in runs for name in chosen(runs, True))
+        found = columns(runs, watched(runs), everything=True)
+        assert all(isinstance(text, str) and len(column.cells) == 2 for column in found for text in column.cells)
+        assert [column for block in blocks(found, found[0], 80) for column in block] == found

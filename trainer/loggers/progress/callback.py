@@ -11,6 +11,8 @@ from trainer.context import Context
 from trainer.log import Terminal, log
 from trainer.loggers.progress.line import Moment, clock, describe, epoch_of
 
+UNUSUAL = 2  # logged steps whose parts are not shown: imports and first files take most of their time
+
 
 class Progress(Callback):
     def __init__(self) -> None:
@@ -20,6 +22,7 @@ class Progress(Callback):
         self.shown_at = self.printed_at = time.monotonic()
         self.first = self.printed_step = trainer.step
         self.metrics: dict[str, float] = {}  # those shown last
+        self.logged = 0  # steps
         mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # mpirun gives ranks a terminal, wherever its own output goes
         if trainer.rank or mpirun or not sys.stdout.isatty():
             return
@@ -35,6 +38,10 @@ class Progress(Callback):
         shows = trainer.metrics
         if "train/loss" not in shows and trainer.step == self.first + 1:  # so on all ranks
             shows = self._first_loss(trainer)
+        elif shows:
+            self.logged += 1
+            if self.logged <= UNUSUAL:
+                shows = {name: value for name, value in shows.items() if name != "time/step"}
         self.metrics = shows or self.metrics
         if self.bar is not None:
             now = time.monotonic()

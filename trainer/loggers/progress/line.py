@@ -20,10 +20,10 @@ IDLE |= {"checkpoint": "checkpoint", "validation": "validation"}
 # Left out in this order if the terminal is too narrow. What the run does and its step stay.
 OPTIONAL = (
     "elapsed", "time/step", "train/lr", "perf/peak_rss_gib", "perf/peak_memory_gib", "perf/mfu", "perf/tokens_per_s",
-    "perf/samples_per_s", "left", "epoch", "bar", "percent", "train/loss",
+    "epoch", "perf/samples_per_s", "left", "bar", "percent", "train/loss",
 )  # fmt: skip
 
-LEAST_BAR, MOST_BAR = 4, 20  # columns
+LEAST_BAR, MOST_BAR = 8, 20  # columns
 YEAR = 365 * 24 * 3600  # seconds
 MOST = 1000 * YEAR  # a timedelta of more overflows at some point
 

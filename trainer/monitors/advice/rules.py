@@ -235,7 +235,8 @@ def wait_share(part: str, numbers: Numbers) -> float:
 
 def seconds(part: str, numbers: Numbers) -> float:
     """Return the part's seconds; 0 if unknown. A wait for a rank that lacks data is not communication."""
-    return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", 0.0)
+    mean = numbers.get(f"time/{part}", 0.0)  # all that a single rank has
+    return numbers.get(f"time/{part}{OF_RANK.get(part, '')}", mean)
 
 
 def exposed(numbers: Numbers) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from trainer.checkpoint.direction import usual
-from trainer.errors import NOT_FINITE, ConfigError, printable
+from trainer.errors import CONFIG, DATA, NOT_FINITE, ConfigError, printable
 from trainer.redact import redact
 from trainer.run_dir import refuse_unreadable, stored_config
 from trainer.tools.report.comm import Exchange, read_comm
@@ -24,7 +24,8 @@ MOST_EVENTS = 1000  # of a kind, the newest
 MOST_ADVICE = 100
 ENDS = ("stop", "crash")
 STARTS = ("start", "resume", "restart")
-STATES = {"max_steps": "finished", "signal": "stopped by a signal", NOT_FINITE: "diverged"}
+OPEN, REFUSED = "running or killed", "refused"
+STATES = {"max_steps": "finished", "signal": "stopped by a signal", NOT_FINITE: "diverged", REFUSED: REFUSED}
 
 
 @dataclass
@@ -49,11 +50,16 @@ class Run:
         ours = [event for event in self.events if event["event"] in (*STARTS, *ENDS)]
         last = ours[-1] if ours else {}
         if last.get("event") in STARTS:  # a summary is of an earlier attempt
-            return "running or killed"
+            return OPEN
         reason = str(self.summary.get("stopped") or last.get("reason") or "")
         if reason == "error" or (not reason and last):
             return "crashed"
-        return STATES.get(reason, f"finished: {printable(reason)[:120]}") if reason else "running or killed"
+        return STATES.get(reason, f"finished: {printable(reason)[:120]}") if reason else OPEN
+
+    @property
+    def ending(self) -> str:
+        """The run's state with its reason or error; "" if `state` says everything in a few words."""
+        return f"{self.state}: {self.error}" if self.error else self.state if ": " in self.state else ""
 
     @property
     def error(self) -> str:
@@ -92,6 +98,19 @@ def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
     notes = [note for note in notes if note and note not in optional]
     shown = metrics.by_name
     return Run(folder, name, shown, metrics.last_step, ranks, exchanges, events, advice, config, summary, notes)
+
+
+def of_job(folder: Path, name: str, config: Mapping[str, Any], code: int) -> Run:
+    """Read the run of a sweep's job by its config and exit code. The job may have been refused, and have no folder."""
+    if folder.is_dir():
+        run = read_run(folder, name, 1, 1)
+    else:
+        run = Run(folder, name, {}, 0, RankTimes(1), [], [], [], {}, {}, [])
+    if not run.config:
+        run.config = keys_of(config)
+    if code and run.state == OPEN:
+        run.summary = {**run.summary, "stopped": REFUSED if code in (CONFIG, DATA) else "error"}
+    return run
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -145,10 +164,16 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name}: can't be read ({reason})"
     if not isinstance(found, Mapping):
         return {}, f"{path.name}: can't be read (no keys)"
-    keys: dict[str, Any] = {}
-    flatten("", found, keys)
+    keys = keys_of(found)
     note = f"{path.name}: has more than {MOST_KEYS} keys; the others are left out" if len(keys) >= MOST_KEYS else ""
-    return {key: redact({key: value})[key] for key, value in keys.items()}, note
+    return keys, note
+
+
+def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's leaves by dotted keys, with stars for secrets."""
+    keys: dict[str, Any] = {}
+    flatten("", config, keys)
+    return {key: redact({key: value})[key] for key, value in keys.items()}
 
 
 def flatten(key: str, value: Any, into: dict[str, Any], depth: int = 0) -> None:
@@ -175,21 +200,27 @@ def names_of(folders: list[Path]) -> list[str]:
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
     """Return the keys in which the configs differ, with each run's value; None for a missing key.
 
-    Keys that name a run, or the checkpoint that it resumed from, are left out.
+    Keys that name a run, or the checkpoint that it resumed from, are left out. Runs without a config don't count.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
-    values = {key: [run.config.get(key) for run in runs] for key in keys}
-    return {key: found for key, found in values.items() if any(repr(one) != repr(found[0]) for one in found)}
+    differ = [key for key in keys if len({repr(run.config.get(key)) for run in runs if run.config}) > 1]
+    return {key: [run.config.get(key) for run in runs] for key in differ}
 
 
 def best_of(run: Run, name: str) -> tuple[float, int] | None:
-    """Return the best value of a metric and its step; None if it is unknown whether larger is better.
+    """Return the best value of a metric and its step; None if it is unknown whether larger is better."""
+    metric, better = run.metrics[name], direction(run, name)
+    at = (None, metric.high, metric.low)[better]
+    return (at.value, at.step) if at and number(at.value) == at.value else None
+
+
+def direction(run: Run, name: str) -> int:
+    """Return 1 if larger values are better, -1 if smaller ones are, 0 if it is unknown.
 
     The summary's `best` states the direction of its own metric.
     """
-    metric, watched = run.metrics[name], run.summary.get("best")
+    watched = run.summary.get("best")
     stated = str(watched.get("metric", "")) if isinstance(watched, Mapping) else ""
-    larger = stated == f"max {name}" or name.endswith("_per_s") or (stated != name and usual(name) > 0)
-    smaller = stated == name or usual(name) < 0
-    at = metric.high if larger else metric.low if smaller else None
-    return (at.value, at.step) if at and number(at.value) == at.value else None
+    if stated in (name, f"max {name}"):
+        return 1 if stated != name else -1
+    return 1 if name.endswith("_per_s") else usual(name)

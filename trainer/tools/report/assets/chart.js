@@ -12,6 +12,7 @@ class Chart {
     this.cache = document.createElement("canvas");
     this.stale = true;
     this.visible = false;
+    this.printing = false;
     this.button = figure.querySelector("button");
     this.button?.addEventListener("click", () => this.setLog(!this.log));
     new ResizeObserver(() => { this.stale = true; repaint(); }).observe(this.canvas);
@@ -48,7 +49,7 @@ class Chart {
   }
 
   paint() {
-    if (!this.visible) return;
+    if (!this.visible && !this.printing) return;
     const ratio = devicePixelRatio || 1, { clientWidth: width, clientHeight: height } = this.canvas;
     if (!width) return;
     if (this.stale || this.cache.width !== Math.round(width * ratio)) {

@@ -74,23 +74,34 @@ function redraw() {
 function repaint() {
   if (scheduled) return;
   scheduled = true;
-  requestAnimationFrame(() => {
-    scheduled = false;
-    view.ends = view.range || extent();
-    for (const chart of charts) chart.paint();
-    document.dispatchEvent(new Event("shown"));
-  });
+  requestAnimationFrame(() => { scheduled = false; paintAll(); });
 }
+
+function paintAll() {
+  view.ends = view.range || extent();
+  for (const chart of charts) chart.paint();
+  document.dispatchEvent(new Event("shown"));
+}
+
+/** Draw all charts at once in light colours, before the page is printed; draw them as before afterwards. */
+function printing(on) {
+  document.documentElement.classList.toggle("printing", on);
+  forgetColours();
+  for (const chart of charts) { chart.stale = true; chart.printing = on; }
+  if (on) paintAll(); else repaint();
+}
+addEventListener("beforeprint", () => printing(true));
+addEventListener("afterprint", () => printing(false));
 
 const colours = {};
 /** Return a colour of the style sheet, of the present theme. */
 function colour(name) {
   return (colours[name] ||= getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim());
 }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+function forgetColours() {
   for (const name of Object.keys(colours)) delete colours[name];
-  redraw();
-});
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { forgetColours(); redraw(); });
 
 /** Make an element. Texts become text, never HTML. */
 function element(tag, attributes = {}, ...children) {
