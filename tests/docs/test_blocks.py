@@ -5,6 +5,7 @@ block leaves it out; NOT_RUN counts these, so none is left out silently.
 """
 
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,7 @@ from trainer.config.schema import constant, knobs
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "text"}
-NOT_RUN = {"a GPU": 3, "a cluster": 6, "a server": 2, "installs": 3, "minutes": 8, "needs a run": 1, "root": 2}
+NOT_RUN = {"a GPU": 3, "a cluster": 17, "a server": 2, "installs": 3, "minutes": 8, "needs a run": 1, "root": 3}
 NOT_RUN |= {"serves until Ctrl-C": 2, "two whole runs": 1}
 STARTS = {"python", "python3", "torchrun", "srun", "mpirun", "sbatch", "echelon", "pip", "git", "./scripts/train"}
 RUN = sorted({block.page for block in BLOCKS if block.language in ("bash", "python") and not block.reason})
@@ -83,6 +84,22 @@ def test_settings_of_the_commands(page: str, tmp_path: Path, monkeypatch: pytest
                     continue
                 for job in compose(given, [CONF, *config_dirs(given)]):
                     check(job.config)
+
+
+def test_the_guides_name_keys_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # `compose` sets both
+    monkeypatch.setattr(sys, "argv", ["echelon"])
+    rows = [line.split(" | ")[1] for line in lines("docs/guides.md") if line.startswith("| ")]
+    named = set(re.findall(r"(?<=[` '])((?:\w+\.)*\w+)=", " ".join(rows)))
+    added = sorted(set(",".join(re.findall(r"\+callbacks=\[([\w,]+)\]", " ".join(rows))).split(",")))
+    (job,) = compose([f"+callbacks=[{','.join(added)}]"], [CONF])
+    missing = [key for key in named if not exists(job.config, key.split("."))]
+    assert len(named) > 40
+    assert not missing
+
+
+def exists(config: object, key: list[str]) -> bool:
+    return not key or (isinstance(config, dict) and key[0] in config and exists(config[key[0]], key[1:]))
 
 
 def test_a_block_is_found_and_run_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
