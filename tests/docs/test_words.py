@@ -85,6 +85,17 @@ def test_sentences_of_sources() -> None:
     assert not found, "\n".join(found)
 
 
+def test_words_of_pages() -> None:
+    """Measurements too: what a bench prints has the words of sources."""
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in [*PAGES, *ROOT.glob("docs/measurements/*.md")]
+        for block in blocks(path.read_text())
+        for word in BANNED.findall(" ".join(block.split()))
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_words_of_sources() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {word}"

@@ -45,7 +45,7 @@ HEAD = f"""# What composes
 
 `tests/support/composition.py` makes this page from the roles and conflicts of callbacks; a test fails if the page is
 outdated. `+` means that both run together. A number means that a run with both is refused before its first step; the
-reason under that number names the way out. A codec's row is `grad_compress` with that codec.
+reason under that number names the fix. A codec's row is `grad_compress` with that codec.
 
 ![The table as a picture: a dot is a pair that runs, a number a pair that is refused](images/composition.svg)
 
