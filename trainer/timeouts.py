@@ -57,6 +57,7 @@ LOGGER_PAUSE_S = 2.0  # before a retry
 # Lines on the terminal.
 LOG_EVERY_S = 10.0  # between two lines about a long validation
 REFRESH_S = 0.1  # between two redraws of the bar
+PANEL_S = 0.5  # between two redraws in a notebook
 
 # Search for a faster config.
 TRIAL_PEERS_S = 2.0  # until the peers of a failed rank have reported their own failure

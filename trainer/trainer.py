@@ -21,11 +21,13 @@ from trainer.inference import live
 from trainer.inference.dry_run import DryFolder
 from trainer.inference.names import by_name
 from trainer.inference.predictions import Predictions
+from trainer.inference.shown import Summary, facts
 from trainer.loop import Loop
 from trainer.optim.factories import adamw
 from trainer.optim.groups import Groups
 from trainer.optim.schedule import Schedule
 from trainer.process.environment import Place, detect
+from trainer.process.notebook import table
 from trainer.setup import build, open_run
 
 OWN = {"dry", "given", "arguments", "loop", "places"}  # a Trainer's own attributes; all others are its run's
@@ -108,7 +110,7 @@ class Trainer:
             raise ConfigError("fit: limits are for a further fit; give the first ones as Options(max_steps=N)")
         summary = self.loop.fit()
         self.dry.close()
-        return summary
+        return Summary(summary)
 
     def evaluate(self, split: str = "val") -> dict[str, float]:
         """Return the metrics over all samples of `recipe.data(split)`, named `SPLIT/METRIC`. A collective."""
@@ -144,7 +146,11 @@ class Trainer:
         object.__setattr__(self if own else self.loop.context, name, value)
 
     def __repr__(self) -> str:
-        return called(self, "name", "batch", "step", "world")
+        """Return the run in one line. A Trainer that is still being made has no run."""
+        return called(self, "run_dir", "batch", "step", "world") if "loop" in vars(self) else "Trainer()"
+
+    def _repr_html_(self) -> str:
+        return table(facts(self.loop.context))
 
 
 def start(given: RunArguments) -> Loop:

@@ -4,6 +4,7 @@ import importlib.util
 import re
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.needs import needs
@@ -14,6 +15,12 @@ PAGE, DATASETS = ROOT / "docs" / "python.md", ROOT / "docs" / "datasets.md"
 
 def run(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What each cell prints."""
+    done = executed(cells, folder, monkeypatch)
+    return ["".join(output.get("text", "") for output in cell.outputs) for cell in done]
+
+
+def executed(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The cells with their outputs."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -25,7 +32,7 @@ def run(cells: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list
     NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
-    return ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+    return notebook.cells
 
 
 def cells_of(page: Path) -> list[str]:
@@ -44,6 +51,54 @@ try:
 except RuntimeError as error:
     print(error)
 """
+
+
+CURVES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from echelon import DataOptions, Options, Trainer, launch
+
+class Line:
+    def model(self):
+        return nn.Linear(1, 1)
+    def data(self, split):
+        x = torch.linspace(0, 1, 64)[:, None]
+        return TensorDataset(x, 2 * x)
+    def loss(self, model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+    def predict(self, model, batch):
+        return {"y": model(batch[0]).squeeze(1)}
+
+def make():
+    options = Options(max_steps=60, log_every_steps=10, validate_every=20)
+    return Trainer(Line(), batch=16, options=options, data=DataOptions(workers=0))
+
+trainer = make()
+trainer
+"""
+RANKS = """
+def train():
+    return make().fit()["steps"]
+
+launch(train, devices=2)
+"""
+
+
+@needs("nbclient", "nbformat")
+@pytest.mark.slow
+def test_what_a_notebook_shows(tmp_path, monkeypatch):
+    """One output is replaced as the run goes: a bar and curves. A Trainer, its summary and predictions are tables."""
+    cells = executed([CURVES, "trainer.fit()", "trainer.predict()", RANKS], tmp_path, monkeypatch)
+    html = [[out["data"]["text/html"] for out in cell.outputs if "text/html" in out.get("data", {})] for cell in cells]
+    assert [len(each) for each in html] == [1, 2, 1, 0]
+    assert '<td style="text-align: left">0 of 60</td>' in html[0][0]
+    panel, summary = html[1]
+    assert '<progress value="60" max="60"' in panel and panel.count("<polyline") == 2
+    assert re.search(r"train/loss \d[\d.]* at step 60, val/loss \d[\d.]* at step 60", panel)
+    assert ">max_steps<" in summary and "<p>64 samples</p>" in html[2][0]
+    lines = "".join(out.get("text", "") for out in cells[3].outputs)
+    assert re.search(r"^step 10/60  loss", lines, re.MULTILINE)  # the ranks have no kernel, and print lines
 
 
 @needs("nbclient", "nbformat")

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.annotated import called
 from trainer.comm import nccl
 from trainer.comm.device import count_gpus, pick_backend, pick_device
 from trainer.comm.phases import Phase, during
@@ -69,6 +70,9 @@ class Ranks:
             self.agree_thread, self.agree_group = ThreadPoolExecutor(1, "agree"), self.new_group("gloo")
             self.own_groups.append(self.agree_group)
         dist.barrier(self.host)  # otherwise a rank that raises soon could cut off one that is still connecting
+
+    def __repr__(self) -> str:
+        return called(self, "rank", "world", "device", "backend")
 
     def gpus_hidden(self) -> bool:
         """Return whether srun shows each task only its own GPU, although NCCL connects several on this node."""

@@ -1,12 +1,12 @@
 """Names callbacks that are given as a list."""
 
-import sys
 from collections.abc import Iterable, Mapping
 
 from trainer.callback import Callback, name_of_class
 from trainer.checks.callback import refuse_no_callback
 from trainer.errors import ConfigError
 from trainer.loggers.progress.callback import Progress
+from trainer.process.notebook import shown_in_notebook
 
 
 def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Mapping[str, Callback]:
@@ -27,6 +27,4 @@ def by_name(callbacks: Mapping[str, Callback] | Iterable[Callback] | None) -> Ma
                 f"{{'a': {kind}(...), 'b': {kind}(...)}}"
             )
         named[name] = callback
-    ipython = sys.modules.get("IPython")
-    in_notebook = hasattr(ipython.get_ipython() if ipython else None, "kernel")  # Jupyter's or Colab's
-    return {"progress": Progress(), **named} if in_notebook else named
+    return {"progress": Progress(), **named} if shown_in_notebook() else named

@@ -15,8 +15,11 @@ from trainer.checks.recipe import describe
 from trainer.comm.ranks import Ranks
 from trainer.errors import ConfigError
 from trainer.files import finite, write_whole
+from trainer.inference.shown import short
+from trainer.process.notebook import table
 
 FORMATS = (".jsonl", ".safetensors")
+ROWS = 10  # that a notebook shows
 UNNAMED = "prediction"  # the name, in a file, of what a recipe returns without names
 
 Column = Tensor | list[Any]  # a row for each sample
@@ -39,6 +42,12 @@ class Predictions:
 
     def __repr__(self) -> str:
         return f"Predictions({len(self)} samples: {', '.join(self.columns)})"
+
+    def _repr_html_(self) -> str:
+        """Return the first rows as a table."""
+        columns = self.columns.values()
+        shown = [[key, *(short(column[row]) for column in columns)] for row, key in enumerate(self.keys[:ROWS])]
+        return f"<p>{len(self):,} samples</p>{table(shown, ['sample', *self.columns])}"
 
     def __len__(self) -> int:
         return len(self.index)

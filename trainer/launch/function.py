@@ -17,6 +17,7 @@ from trainer.launch.failure import find_failure
 from trainer.launch.forkserver import ForkServer
 from trainer.launch.pool import Pool, Process
 from trainer.process.environment import Place, detect, refuse_without_loopback, variables
+from trainer.process.notebook import RANK, in_notebook
 from trainer.process.signals import STOP
 from trainer.process.temporary import sockets_in, temporary_folder
 from trainer.timeouts import INTERRUPT_S
@@ -34,8 +35,9 @@ def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"
     inherit the locks of a notebook's threads, and a CUDA context that it can't use. The function is sent by value, with
     cloudpickle, so it may be defined in a notebook cell. A Trainer inside the function detects its rank by itself.
 
-    This process prints what rank 0 prints. An interrupt asks the ranks to stop, so that a Trainer can write a
-    checkpoint. After 60 s, or on a second interrupt, the ranks are killed. If a rank fails, the others are killed.
+    This process prints what rank 0 prints, which in a notebook includes the progress of a Trainer. An interrupt asks
+    the ranks to stop, so that a Trainer can write a checkpoint. After 60 s, or on a second interrupt, they are killed.
+    If a rank fails, the others are killed.
 
     Args:
         devices: The number of ranks; auto: one per GPU, or one.
@@ -51,6 +53,7 @@ def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"
     devices = checked("launch: devices", devices, PositiveInt | Literal["auto"])
     world = count_gpus("auto") or 1 if devices == "auto" else int(devices)
     refuse_without_loopback()
+    shown = {RANK: "1"} if in_notebook() else {}
     name, place = getattr(function, "__name__", type(function).__name__), Place(0, world, 0, world, starts=True)
     with ExitStack() as stack:
         private = stack.enter_context(temporary_folder())
@@ -62,7 +65,7 @@ def launch(function: Callable[..., T], *args: Any, devices: int | Literal["auto"
         def start(own: Place) -> Process:
             with (private / f"rank{own.rank}.log").open("ab") as log:
                 end = log.fileno() if own.rank else output.write_end
-                return server.fork(variables(own, private), memory.fileno(), end)
+                return server.fork(variables(own, private) | shown, memory.fileno(), end)
 
         with Pool(place, private, start, output.forward) as pool:
             return collect(pool, private)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from trainer.annotated import called
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state
 from trainer.comm.slices import local
@@ -107,6 +108,9 @@ class SingleDevice:
         refuse_meta(model)
         self.model = self.module = model
         self.parameters = trained(model)
+
+    def __repr__(self) -> str:
+        return called(self, "data_rank", "data_world", "whole")
 
     def sync_gradients(self, on: bool) -> None:
         self.syncing = on

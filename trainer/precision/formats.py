@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from trainer.annotated import called
 from trainer.errors import ConfigError
 from trainer.precision.fp8 import compute_in_fp8, refuse_without_fp8
 from trainer.precision.rounding import round_steps, store_in_bf16
@@ -77,6 +78,9 @@ class Precision:
             # Otherwise each torch.empty is filled with NaN, which writes all of its memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
             torch.backends.cudnn.benchmark = False  # it would choose kernels by their time
+
+    def __repr__(self) -> str:
+        return called(self, "name", "label", "master_weights")
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return the model, prepared for `bf16_params` or `fp8`. Raise ConfigError if that is impossible."""

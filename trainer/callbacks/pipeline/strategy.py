@@ -14,6 +14,7 @@ from torch.distributed import pipelining
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
+from trainer.annotated import called
 from trainer.callbacks.pipeline.stages import KEY, StageGates, padded
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
@@ -117,6 +118,9 @@ class Pipeline:
         # The form of each stage's output, fixed once there is a schedule.
         self.metas: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
         self._lay_out(blocks)
+
+    def __repr__(self) -> str:
+        return called(self, "data_rank", "data_world", "whole")
 
     def _lay_out(self, blocks: Sequence[nn.Module]) -> None:
         names = {id(p): name for name, p in self.model.named_parameters()}  # for a tied parameter, its first name

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from trainer.annotated import called
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.checkpoint.sharded import parts_of, read_like
 from trainer.comm.bucket import Bucket, Piece
@@ -91,6 +92,9 @@ class FSDP:
                 own = [p for p in own_parameters(unit) if p.requires_grad]
                 unit.set_all_reduce_hook(partial(self._reduce_across, own))
         self.model: nn.Module = Sharded(self)
+
+    def __repr__(self) -> str:
+        return called(self, "data_rank", "data_world", "whole")
 
     def _shared_or_meta(self, model: nn.Module) -> nn.Module | None:
         """Broadcast rank 0's weights and buffers; for a model on the meta device return a copy to initialise from."""

@@ -39,7 +39,10 @@ class Bar(progress.ProgressColumn):
         """Update the estimate of the remaining time."""
         self.drawn.update(self.task, completed=step)
 
-    def stop(self) -> None:
+    def note(self, step: int, numbers: dict[str, float]) -> None:
+        """Do nothing: a terminal has no room for curves."""
+
+    def stop(self, step: int) -> None:
         self.drawn.stop()
 
     def render(self, task: progress.Task) -> Table:

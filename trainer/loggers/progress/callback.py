@@ -1,4 +1,4 @@
-"""Shows the progress of the run: a bar on a terminal, else a line for each logged step."""
+"""Shows the progress of the run: a bar on a terminal, curves in a notebook, else a line for each logged step."""
 
 import os
 import sys
@@ -10,6 +10,7 @@ from trainer.callback import Callback
 from trainer.context import Context
 from trainer.log import Terminal, log
 from trainer.loggers.progress.line import Moment, clock, describe, epoch_of
+from trainer.process.notebook import in_notebook
 
 UNUSUAL = 2  # logged steps whose parts are not shown: imports and first files take most of their time
 
@@ -24,14 +25,17 @@ class Progress(Callback):
         self.metrics: dict[str, float] = {}  # those shown last
         self.logged = 0  # steps
         mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # mpirun gives ranks a terminal, wherever its own output goes
-        if trainer.rank or mpirun or not sys.stdout.isatty():
+        if trainer.rank == 0 and in_notebook():
+            from trainer.loggers.progress.panel import Panel as Shown
+        elif trainer.rank == 0 and not mpirun and sys.stdout.isatty():
+            from trainer.loggers.progress.bar import Bar as Shown
+        else:
             return
-        from trainer.loggers.progress.bar import Bar
 
         def look(elapsed_s: float, left_s: float | None) -> Moment:
             return self._moment(trainer, elapsed_s, left_s)
 
-        self.bar = Bar(look, trainer.plan.max_steps, trainer.step)
+        self.bar = Shown(look, trainer.plan.max_steps, trainer.step)
         Terminal.console = self.bar.console
 
     def on_step_end(self, trainer) -> None:
@@ -44,6 +48,7 @@ class Progress(Callback):
                 shows = {name: value for name, value in shows.items() if name != "time/step"}
         self.metrics = shows or self.metrics
         if self.bar is not None:
+            self.bar.note(trainer.step, shows)
             now = time.monotonic()
             if now - self.shown_at > timeouts.REFRESH_S:
                 self.bar.advance(trainer.step)
@@ -58,10 +63,12 @@ class Progress(Callback):
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         log.info("step %s  %s", self._position(trainer), numbers)
+        if self.bar is not None:
+            self.bar.note(trainer.step, metrics)
 
     def on_fit_end(self, trainer) -> None:
         if self.bar is not None:
-            self.bar.stop()
+            self.bar.stop(trainer.step)
             Terminal.console = None
 
     def _moment(self, trainer: Context, elapsed_s: float, left_s: float | None) -> Moment:
