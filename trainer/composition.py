@@ -17,7 +17,7 @@ DECIDES = {
     Role.SHARD: "how parameters and gradients are laid out",
     Role.REDUCE: "how a bucket is summed",
     Role.COMPRESS: "what is sent",
-    Role.SYNC: "when it is sent",
+    Role.SYNC: "when ranks synchronise",
     Role.OPTIMIZER: "what a step does",
     Role.AVERAGE: "how weights are averaged",
     Role.BATCH: "the next step's batch",

@@ -45,19 +45,19 @@ HEAD = f"""# What composes
 
 `tests/support/composition.py` makes this page from the roles and conflicts of callbacks; a test fails if the page is
 outdated. `+` means that both run together. A number means that a run with both is refused before its first step; the
-reason under that number names the fix. A codec's row is `grad_compress` with that codec.
+reason under that number names the fix. The row of a codec stands for `grad_compress` with that codec.
 
 ![The table as a picture: a dot is a pair that runs, a number a pair that is refused](images/composition.svg)
 
 `tests/test_contract.py` trains the callbacks on 3 ranks, or on 4 with `CONTRACT_RANKS=4`, with accumulation and uneven
-batches. It compares the result with plain training or with the stated bound, and resumes it bit for bit.
-`./scripts/test` trains some callbacks and codecs alone, and some pairs that change the same thing.
-`./scripts/test -m pairs` trains all others, every pair (with bf16 for `grad_compress`), and every codec with `overlap`
-and `local_sgd`. `auto_batch` and `hetero_batch` have even shares there; their own tests have others.
-`tests/test_settings.py` trains most callbacks with each setting of DDP, with clipping and with fp16. No test trains
-callbacks with `sync_batch_norm`, which needs GPUs.
+batches. It checks that the result equals plain training, or stays within the stated bound, and that a resume repeats
+the bits. `./scripts/test` trains some callbacks and codecs by themselves, and some pairs that change the same thing.
+`./scripts/test -m pairs` trains all other callbacks and codecs, every pair (with the codec bf16 for `grad_compress`),
+and every codec with `overlap` and `local_sgd`. There, `auto_batch` and `hetero_batch` split batches evenly; their own
+tests use uneven splits. `tests/test_settings.py` trains most callbacks with each setting of DDP, with clipping and with
+fp16. No test trains callbacks with `sync_batch_norm`, which needs GPUs.
 
-{", ".join(f"`{name}`" for name in OBSERVERS)} compose with all of these, and with each other.
+{", ".join(f"`{name}`" for name in OBSERVERS)} compose with everything in the table, and with each other.
 """
 
 
@@ -99,7 +99,7 @@ def matrix() -> Matrix:
     reasons: list[str] = []
     for row, column in itertools.product(rows, columns):
         own = column in CHANGES and name_of(row) == name_of(column)
-        reason = "" if own else re.sub(r"codec=\w+ (?=gather|keep)", "", refusal(row, column))
+        reason = "" if own else re.sub(r"codec=\w+ (?=gather|keep)", "the codec ", refusal(row, column))
         if reason and reason not in reasons:
             reasons.append(reason)
         cells[row, column] = str(reasons.index(reason) + 1) if reason else "" if own else "+"

@@ -77,8 +77,8 @@ class Compile(Callback):
         self.exact = fallback_random or backend in EAGER
         self.provides = frozenset() if backend == "inductor" else frozenset({"eager_kernels"})
         refused: dict[Any, str] = {
-            "sync_batch_norm": "no graph was tried with its collectives; set trainer.sync_batch_norm=false or leave "
-            "compile out"
+            "sync_batch_norm": "compiled graphs were not tried with the collectives of SyncBatchNorm; set "
+            "trainer.sync_batch_norm=false or leave compile out"
         }
         if backend not in TRACED:
             refused |= {

@@ -21,7 +21,7 @@ class EMA(Callback):
 
     role = Role.AVERAGE
     conflicts = {
-        "bf16_weights": "the average is in the weights' bf16, whose last place is above most of its changes; use "
+        "bf16_weights": "the average would be stored in bf16, which is too coarse for most of its changes; use "
         "trainer.master_weights=true"
     }
 

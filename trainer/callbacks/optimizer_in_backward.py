@@ -38,7 +38,7 @@ class OptimizerInBackward(Callback):
     provides = frozenset({"defers", "own_order"})
     conflicts = {
         Role.SYNC: "no gradient is reduced between synchronisations; leave one out",
-        "clip_value": "a gradient is used when it is there; "
+        "clip_value": "each gradient is used as soon as it is computed; "
         "set trainer.clip_value=null or leave optimizer_in_backward out",
         "clip": "the global norm is known only after all gradients; "
         "set trainer.clip_norm=null or leave optimizer_in_backward out",

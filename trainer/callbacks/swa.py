@@ -33,7 +33,7 @@ class SWA(Callback):
 
     role = Role.AVERAGE
     conflicts = {
-        "bf16_weights": "the average is in the weights' bf16, whose last place is above most of its changes; use "
+        "bf16_weights": "the average would be stored in bf16, which is too coarse for most of its changes; use "
         "trainer.master_weights=true"
     }
 

@@ -230,7 +230,7 @@ def test_a_step_that_fp16_skips_is_skipped_by_all_ranks(three):
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (Overlap, "overlap can't run together: a rank steps its own parameters alone, after all gradients"),
+        (Overlap, "overlap can't run together: a rank steps only its own parameters, after all gradients"),
         (LocalSGD, "local_sgd can't run together: a rank steps"),
         (OneBitAdam, "onebit_adam can't run together: a rank steps"),
         (Bucket, "both decide how parameters and gradients are laid out"),

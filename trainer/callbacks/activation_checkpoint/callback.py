@@ -31,7 +31,7 @@ CONFLICTS: dict[str, dict[str | Role, str]] = {
     "budget": {
         "eager_kernels": "only Inductor holds compiled blocks to a budget; set callbacks.compile.backend=inductor, or "
         "use every=2 or policy=selective instead of budget",
-        Role.SPLIT: "budget measures all blocks on each rank, and a stage runs its own only; use every=2 or "
+        Role.SPLIT: "budget measures all blocks on each rank, but a stage runs only its own; use every=2 or "
         "policy=selective instead of budget",
     },
 }

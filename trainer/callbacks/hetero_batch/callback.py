@@ -43,7 +43,7 @@ class HeteroBatch(Callback):
     conflicts = {
         Role.SYNC: "each rank would step by its own gradient, which grows with its share; leave one out",
         "own_order": "a forward pass then waits for other ranks, so a rank's own speed is unknown; leave one out",
-        "sync_batch_norm": "its forward passes wait for other ranks, which make other numbers of passes; "
+        "sync_batch_norm": "BatchNorm would wait in each forward pass for ranks that make more or fewer passes; "
         "set trainer.sync_batch_norm=false or leave hetero_batch out",
     }
     now: Callable[[], float] = staticmethod(time.monotonic)

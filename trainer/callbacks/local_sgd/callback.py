@@ -48,7 +48,7 @@ class LocalSGD(Callback):
         Role.AVERAGE: "the average would be of one rank's own weights; leave the average out: local_sgd has its own",
         "bf16_weights": "an average of weights would be rounded to nearest, which drops small updates; use "
         "trainer.master_weights=true",
-        "sync_batch_norm": "each forward pass would wait for all ranks, which local_sgd spares; "
+        "sync_batch_norm": "each forward pass would wait for all ranks, and local_sgd exists to avoid such waits; "
         "set trainer.sync_batch_norm=false or leave local_sgd out",
         "fp16": "each rank would have a loss scale of its own; use trainer.precision=bf16",
     }

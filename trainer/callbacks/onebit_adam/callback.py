@@ -39,7 +39,7 @@ class OneBitAdam(Callback):
     provides = frozenset({"defers"})
     conflicts = {
         "bf16_weights": "it steps weights itself, without stochastic rounding; use trainer.master_weights=true",
-        "fp16": "each rank would skip other steps, and the others would wait for it; use trainer.precision=bf16",
+        "fp16": "ranks would skip different steps, and wait for each other; use trainer.precision=bf16",
         "find_unused_parameters": f"{UNUSED}; set trainer.ddp.find_unused_parameters=false or leave onebit_adam out",
         "static_graph": f"{UNUSED}; set trainer.ddp.static_graph=false or leave onebit_adam out",
     }

@@ -51,7 +51,7 @@ class Overlap(Callback):
     communicates = True
     provides = frozenset({"defers", "own_order"})
     conflicts = {
-        Role.COMPILE: "a compiled block calls no hooks that come later, and overlap waits for weights in such hooks; "
+        Role.COMPILE: "a compiled block ignores hooks that are added later, and overlap waits for weights in these; "
         "leave one out",
         "clip_value": "gradients are used bucket by bucket; set trainer.clip_value=null or leave overlap out",
         "clip": "the global norm is known only after all buckets; set trainer.clip_norm=null or leave overlap out",

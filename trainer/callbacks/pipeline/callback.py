@@ -52,13 +52,13 @@ class PipelineParallel(Callback):
         Role.SYNC: "the stages of a pipeline exchange data in each step; leave one out",
         Role.BATCH: "the schedule needs the same number of micro-batches on each rank; leave one out",
         Role.REDUCE: "gradients are reduced over the replicas of a stage, not over all ranks; leave one out",
-        Role.COMPILE: "a stage ends the model's forward pass inside it; leave one out",
+        Role.COMPILE: "a stage ends the model's forward pass early, from within the model; leave one out",
         "bf16_weights": "a stage's loss is compared with the whole model's, which is measured with float32 weights; "
         "use trainer.master_weights=true",
         "fp8": "a stage's loss is compared with the whole model's, which is measured before layers are in FP8; use "
         "trainer.precision=bf16",
         "fp16": "each stage would scale its loss by its own overflows; use trainer.precision=bf16",
-        "sync_batch_norm": "its forward passes wait for all ranks, and a stage's wait for the stage before; "
+        "sync_batch_norm": "BatchNorm would wait for all ranks, while each stage waits for the stage before it; "
         "set trainer.sync_batch_norm=false or leave pipeline out",
         "find_unused_parameters": "there is no DDP that looks for them; set trainer.ddp.find_unused_parameters=false",
         "static_graph": "there is no DDP that keeps the graph; set trainer.ddp.static_graph=false",

@@ -24,7 +24,7 @@ from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.strategy import Strategy
 
 OFF = "or use callbacks.shard.stage=1"
-STEPS = "a rank steps its own parameters alone, after all gradients of the step are reduced; leave one out"
+STEPS = "a rank steps only its own parameters, after all gradients of the step are reduced; leave one out"
 WITHOUT_DDP = {
     "find_unused_parameters": "only DDP knows which parameters no rank has used, and stage 2 runs without DDP; "
     f"set trainer.ddp.find_unused_parameters=false, {OFF}",

@@ -85,9 +85,9 @@ def refuse_hooks(model: nn.Module) -> None:
 
 def conflicts(offload: bool) -> dict[Any, str]:
     """Return the conflicts of stage 3, in the form of `Callback.conflicts`."""
-    rows = "stage=3 gives each rank the mean of its rows alone"
+    rows = "stage=3 gives each rank the mean of its own rows only"
     refused: dict[Any, str] = {
-        Role.BATCH: "stage=3 communicates in each forward pass, so all ranks make as many; use stage=1",
+        Role.BATCH: "stage=3 communicates in each forward pass, so all ranks must make equally many; use stage=1",
         Role.REDUCE: f"{rows}; use callbacks.shard.hybrid for two levels, or stage=2",
         "defers": f"{rows}, as soon as they are summed; leave one out",
         "compresses_all": f"{rows}, and torch sums them; use callbacks.shard.hybrid with "
@@ -97,8 +97,8 @@ def conflicts(offload: bool) -> dict[Any, str]:
         "sync_batch_norm": "FSDP2 was not tried with a BatchNorm that communicates; set "
         "trainer.sync_batch_norm=false, or use stage=2",
         "bf16_params": "FSDP2 gathers the float32 weights that modules read; use trainer.precision=bf16, or stage=2",
-        "bf16_weights": "a step rounds whole parameters, and a rank has rows; set trainer.master_weights=true, or "
-        "use stage=2",
+        "bf16_weights": "a step rounds whole parameters, and a rank has only some of their rows; set "
+        "trainer.master_weights=true, or use stage=2",
         "static_graph": "FSDP2 has no such mode; set trainer.ddp.static_graph=false, or use stage=1",
         "gradient_as_bucket_view": "FSDP2 has no buckets; set trainer.ddp.gradient_as_bucket_view=null, or use stage=1",
     }
