@@ -43,11 +43,14 @@ KNOBS: Table = {
 ALL = {**CHANGES, **CODECS, **OBSERVERS, **KNOBS}
 HEAD = f"""# What composes
 
-`tests/support/composition.py` makes this page from the roles and conflicts of callbacks; a test fails if the page is
-outdated. `+` means that both run together. A number means that a run with both is refused before its first step; the
-reason under that number names the fix. The row of a codec stands for `grad_compress` with that codec.
+You want to combine callbacks, and to know whether they work together. Echelon checks that before a run starts: all
+pairs run together except those listed below, which are refused with the reason and, where there is one, the fix.
 
-![The table as a picture: a dot is a pair that runs, a number a pair that is refused](images/composition.svg)
+![The pairs as a picture: a dot is a pair that runs, a number a pair that is refused](images/composition.svg)
+
+{", ".join(f"`{name}`" for name in OBSERVERS)} compose with everything on this page, and with each other.
+
+## What was trained
 
 `tests/test_contract.py` trains the callbacks on 3 ranks, or on 4 with `CONTRACT_RANKS=4`, with accumulation and uneven
 batches. It checks that the result equals plain training, or stays within the stated bound, and that a resume repeats
@@ -57,7 +60,13 @@ and every codec with `overlap` and `local_sgd`. There, `auto_batch` and `hetero_
 tests use uneven splits. `tests/test_settings.py` trains most callbacks with each setting of DDP, with clipping and with
 fp16. No test trains callbacks with `sync_batch_norm`, which needs GPUs.
 
-{", ".join(f"`{name}`" for name in OBSERVERS)} compose with everything in the table, and with each other.
+`tests/support/composition.py` makes this page from the roles and conflicts of callbacks, and a test fails if the page
+is outdated.
+
+## Pairs that are refused
+
+Each callback or codec is followed by what it does not run with, and by the number of the [reason](#reasons). A codec
+stands for `grad_compress` with that codec.
 """
 
 
@@ -108,12 +117,14 @@ def matrix() -> Matrix:
 
 def page() -> str:
     rows, columns, cells, reasons = matrix()
-    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {row} | {' | '.join(cells[row, column] for column in columns)} |" for row in rows]
+    lines = []
+    for row in rows:
+        refused = [f"{column} [{cells[row, column]}]" for column in columns if cells[row, column] not in ("+", "")]
+        lines.append(f"- **{row}**: {', '.join(refused) or 'none'}")
     settings = [f"`{name}` is `{key}`." for name, key in SETTINGS.items() if name not in key.split(".")[-1:]]
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
-    knobs = ["", "Some knobs refuse more:", "", *more_refused()]
-    return "\n".join([HEAD, *lines, "", " ".join(settings), "", *numbered, *knobs, ""])
+    knobs = ["", "## Knobs that refuse more", "", *more_refused()]
+    return "\n".join([HEAD, *lines, "", " ".join(settings), "", "## Reasons", "", *numbered, *knobs, ""])
 
 
 SIZE, LEFT, TOP, GAP = 20, 200, 170, 10  # pixels: of a cell, of the labels, between kinds of rows and columns
