@@ -39,6 +39,7 @@ class PlanProtocol(Protocol):
     batch: int  # samples per optimizer step, over all ranks
     epoch_samples: int | None  # None: the data has no epochs
     source: Any  # samples by reference, or an iterable of batches
+    rate: Any  # `Rate`: the learning rates as functions of the step
     order: Any  # the order of the samples; None: the recipe yields batches
     ahead: int  # the resumed checkpoint's samples in steps of this batch size, minus its own steps
     data: Any  # `DataOptions`

@@ -58,6 +58,7 @@ OURS = {
     "'+callbacks=[compile]'": "compile torchcompile compilemodel usecompile",
     "'+callbacks=[activation_checkpoint]'": "gradientcheckpointing activationcheckpointing activationcheckpoint",
     "'+callbacks=[auto_batch]'": "autoscalebatchsize autofindbatchsize",
+    "'+callbacks=[reduce_lr_on_plateau]'": "reducelronplateau reducelr reduceonplateau plateau",
     "'+callbacks=[early_stop]'": "earlystopping earlystoppingpatience patience",
     "'+callbacks=[nan_guard]'": "detectanomaly terminateonnan",
     "'+callbacks=[wandb]' or '+callbacks=[mlflow]'": "logger reportto trackers",

@@ -34,6 +34,21 @@ def test_a_rate_set_by_hand_stays_also_after_a_resume(step):
     assert rates.by_hand and rates_of(resumed) == rates_of(optimizer)
 
 
+def test_a_rate_set_after_the_last_step_is_in_its_checkpoint():
+    """As a callback sets it at a validation, after which the checkpoint is written."""
+    rates, optimizer = made(Constant())
+    rates.put(0)
+    optimizer.param_groups[1]["lr"] = 0.02
+    saved = rates.state_dict()
+    assert saved == [0.1, pytest.approx(0.02)] == rates.state_dict()
+    rates.put(1)
+    assert rates_of(optimizer) == [0.1, pytest.approx(0.02)]
+    again, resumed = made(Constant())
+    again.load_state_dict(saved)
+    again.put(1)
+    assert rates_of(resumed) == rates_of(optimizer)
+
+
 @pytest.mark.parametrize("schedule", [Linear(), Constant(warmup=5)])
 def test_a_rate_that_the_schedule_sets_is_refused(schedule):
     rates, optimizer = made(schedule)

@@ -20,6 +20,7 @@ from trainer.callbacks.onebit_adam.callback import OneBitAdam
 from trainer.callbacks.optimizer_in_backward import OptimizerInBackward
 from trainer.callbacks.overlap.callback import Overlap
 from trainer.callbacks.pipeline.callback import PipelineParallel
+from trainer.callbacks.reduce_lr_on_plateau import ReduceLROnPlateau
 from trainer.callbacks.shard.callback import Shard
 from trainer.callbacks.swa import SWA
 from trainer.comm.codecs import registry
@@ -53,6 +54,7 @@ OBSERVERS: Table = {
     "metrics_file": MetricsFile,
     "profiler": lambda: Profiler(first=2, active=2),
     "progress": Progress,
+    "reduce_lr_on_plateau": lambda: ReduceLROnPlateau(patience=5),
     "step_timer": StepTimer,
     "tensorboard": TensorBoard,
     "throughput": Throughput,

@@ -1,5 +1,6 @@
 """Sets each step's learning rates in the optimizer's groups, and follows rates that user code sets."""
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -32,7 +33,12 @@ class Rates:
         self.given, self.settled = list(map(RATE, groups)), self.rate.is_constant(step + 1)
 
     def state_dict(self) -> list[float]:
-        """Return the peak rates if user code has set a rate; else empty, because they are the optimizer's settings."""
+        """Return the peak rates if user code has set a rate; else empty, because they are the optimizer's settings.
+
+        They include rates that were set since the last step, as after a validation.
+        """
+        if self.settled:
+            self._take(self.optimizer.param_groups)
         return self.peaks if self.by_hand else []
 
     def load_state_dict(self, peaks: list[float]) -> None:
@@ -41,15 +47,21 @@ class Rates:
     def _follow(self, step: int, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(self.peaks):
             raise other_groups(f"before step {step + 1}")
-        for i, (group, given) in enumerate(zip(groups, self.given, strict=True)):
-            if group["lr"] == given:
-                continue
-            if not self.rate.is_constant(step):
-                raise ConfigError(
-                    f"optimizer.param_groups[{i}]['lr']={group['lr']:g}: was set by hand before step {step + 1}, and "
-                    "the schedule sets the rate at each step; use a schedule alone, or schedule=constant"
-                )
-            self.peaks[i], self.by_hand = self.peaks[i] * group["lr"] / given if given else group["lr"], True
+        changed = [i for i, (group, given) in enumerate(zip(groups, self.given, strict=True)) if group["lr"] != given]
+        if changed and not self.rate.is_constant(step):
+            i = changed[0]
+            raise ConfigError(
+                f"optimizer.param_groups[{i}]['lr']={groups[i]['lr']:g}: was set by hand before step {step + 1}, and "
+                "the schedule sets the rate at each step; use a schedule alone, or schedule=constant"
+            )
+        self._take(groups)
+
+    def _take(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Scale the peaks of groups whose rate was set by hand."""
+        for i, (group, given) in enumerate(zip(groups, self.given)):
+            if group["lr"] != given:
+                self.peaks[i], self.by_hand = self.peaks[i] * group["lr"] / given if given else group["lr"], True
+                self.given[i] = group["lr"]
 
 
 def other_groups(when: str) -> ConfigError:
