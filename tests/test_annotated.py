@@ -115,7 +115,7 @@ PYTHON: list[tuple[Callable[..., Any], str]] = [
     (lambda: make(options=Options), "options=<class 'trainer.config.options.Options'>: must be Options(...)"),
     (lambda: make(data={"workers": 0}), "data={'workers': 0}: must be DataOptions(...) or null, not dict"),
     (lambda: make(optimizer="adamw"), "optimizer=adamw: must be a function, not str"),
-    (lambda: make(optimizer=torch.optim.SGD(RAW.parameters())), "optimizer=SGD ( Parameter Group 0 "),
+    (lambda: make(optimizer=torch.optim.SGD(RAW.parameters())), "optimizer=SGD(...): is one of a model that exists"),
     (lambda: make(schedule="cosine"), "schedule=cosine: is no schedule; give an object, as Cosine() of"),
     (lambda: make(schedule=Cosine), "schedule=<class 'trainer.optim.schedule.Cosine'>: is no schedule; give an object"),
     (lambda: make(recipe=Toy), "recipe: is the class Toy, not an object of it; give Toy()"),

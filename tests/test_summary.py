@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.context import Command
-from trainer.summary import earlier, go_on, grouped, resume, tell_place
+from trainer.summary import best_in_words, earlier, go_on, grouped, resume, tell_place
 
 ELASTIC = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -44,6 +44,14 @@ def test_the_short_command_that_goes_on(tmp_path):
 def test_numbers_are_in_a_line_for_each_group():
     numbers = {"train/loss": 0.123456, "val/loss": 2.0, "train/samples": 1234567.0, "accuracy": math.nan}
     assert grouped(numbers) == {"train": "loss 0.1235  samples 1,234,567", "val": "loss 2", "task": "accuracy nan"}
+
+
+def test_whether_the_best_checkpoint_is_kept_is_said(tmp_path):
+    best = {"metric": "val/loss", "value": 0.5, "step": 3}
+    assert best_in_words(best, None) == "val/loss 0.5 at step 3"  # nothing was saved
+    assert best_in_words(best, tmp_path / "step-00000009") == "val/loss 0.5 at step 3, not kept"
+    (tmp_path / "step-00000003").mkdir()
+    assert best_in_words(best, tmp_path / "step-00000009").endswith(f" at step 3, in {tmp_path}/step-00000003")
 
 
 def test_the_time_of_a_step_is_said_in_words():

@@ -183,6 +183,10 @@ def misfit(key: str, value: Any, kind: Any, shown: str) -> ConfigError:
     if isinstance(value, list) or (isinstance(value, str) and choices):
         near = difflib.get_close_matches(value, choices, 1, 0.5) if isinstance(value, str) else []
         return ConfigError(f"{key}={shown}: must be {describe(kind)}{f'; did you mean {near[0]}?' if near else ''}")
+    if key == "optimizer" and hasattr(value, "param_groups"):
+        name = type(value).__name__
+        fix = f"give optimizer=lambda groups: torch.optim.{name}(groups, lr=1e-3)"
+        return ConfigError(f"optimizer={name}(...): is one of a model that exists, and the run makes its own; {fix}")
     given = f"the class {value.__name__}" if isinstance(value, type) else describe(type(value)).removesuffix("(...)")
     return ConfigError(f"{key}={shown}: must be {describe(kind)}, not {given}")
 

@@ -73,10 +73,6 @@ def make_saver(trainer: Context, claim: Claim | None) -> Saver:
     shared &= not trainer.ended  # a completed run writes nothing
     options = trainer.options.checkpoint
     saver = Saver(folder_of(trainer), options, trainer.ranks, trainer.heartbeat, claim, shared)
-    if options.keep_best and not (trainer.rank or trainer.ended):
-        name, sign = retention.parse_best(options.keep_best)
-        way_out = f"trainer.checkpoint.keep_best='{'max ' if sign > 0 else ''}{name}'"
-        warn_of_direction(f"trainer.checkpoint.keep_best={options.keep_best}", name, sign < 0, way_out)
     saver.on_settled = lambda facts: trainer.emit("on_event", "checkpoint", facts)
     return saver
 
@@ -351,6 +347,10 @@ class Checkpointer:
             return
         self.refuse_superseded()
         step, best = self.state.step, self.trainer.options.checkpoint.keep_best
+        if best:
+            name, sign = retention.parse_best(best)
+            other = f"trainer.checkpoint.keep_best='{'max ' if sign > 0 else ''}{name}'"
+            warn_of_direction(f"trainer.checkpoint.keep_best={best}", name, sign < 0, other)
         if self.plan.resumed and (hidden := retention.set_aside(self.folder, step, best)):
             log.warning("resume: continues from step %d; later checkpoints are set aside: %s", step, ", ".join(hidden))
 

@@ -3,6 +3,7 @@
 
 import importlib
 import itertools
+import logging
 import os
 import re
 import signal
@@ -146,7 +147,9 @@ def command(arguments: list[str]) -> int:
     if len(jobs) > 1:
         refuse_shared(jobs)
         name_folders(jobs)
-    for job in jobs:
+    for n, job in enumerate(jobs, start=1):
+        if len(jobs) > 1:
+            job = job._replace(messages=[(logging.INFO, f"run {n} of {len(jobs)}"), *job.messages])
         codes.append(run_guarded(lambda: run(*job)))  # noqa: B023 called at once
         if codes[-1] in (STOPPED, 130):
             break

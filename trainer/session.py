@@ -178,9 +178,11 @@ def describe(loop: Loop, nccl: NCCLOptions) -> None:
         "at most " if trainer.batch % (data_world * plan.accumulate) else "", plan.micro,
     )  # fmt: skip
     optimizer, group = loop.checkpointer.model_identity()["optimizer"], trainer.optimizer.param_groups[0]
-    log.info("optimizer %s, lr %g, weight decay %g", optimizer, loop.rates.peaks[0], group.get("weight_decay", 0.0))
-    order = ", ".join(f"{name} ({callback.role.name})" for name, callback in trainer.callbacks.items())
-    log.info("callbacks, in order: %s", order or "none")
+    log.info(
+        "optimizer %s, lr %g, weight decay %g, schedule %s",
+        optimizer, loop.rates.peaks[0], group.get("weight_decay", 0.0), plan.rate.name,
+    )  # fmt: skip
+    log.info("callbacks, in order: %s", ", ".join(trainer.callbacks) or "none")
     if trainer.ranks.gpus_hidden():
         log.warning(
             "srun --gpus-per-task=1: each rank sees its own GPU alone, so NCCL may copy through the host "

@@ -88,9 +88,9 @@ def report(trainer: Context) -> None:
 
 
 def best_in_words(best: Mapping[str, Any], checkpoint: Path | None) -> str:
-    """Return the best validation, and its checkpoint if that is kept in addition to the newest one."""
+    """Return the best validation, and its checkpoint if that is kept."""
     kept = checkpoint and folder(checkpoint.parent, best["step"])
-    where = f", in {kept}" if kept and kept.is_dir() else ""
+    where = f", in {kept}" if kept and kept.is_dir() else ", not kept" if kept else ""
     return f"{best['metric']} {readable(best['value'])} at step {best['step']}{where}"
 
 

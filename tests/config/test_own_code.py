@@ -66,6 +66,9 @@ def test_the_config_is_that_of_no_recipe_in_conf() -> None:
     assert job.config["recipe"] == {"_target_": "ownline.my_line.Line"} and job.recipe == "line"
     assert job.config["trainer"]["allow_targets"] == ["ownline"] and job.config["trainer"]["max_steps"] is None
     assert job.argv == ["recipe=ownline/my_line.py:Line", "batch=8"]
+    Path("ownline/inherits.py").write_text("from ownline.my_line import Line\n\nclass Other(Line):\n    pass\n")
+    (job,) = compose(["recipe=ownline/inherits.py", "batch=8"], [CONF])
+    assert job.config["recipe"]["_target_"] == "ownline.inherits.Other"
     (first, second) = compose(["-m", "recipe=ownline/my_line.py:Line", "batch=8,9"], [CONF])
     assert [first.argv[0], second.argv[0]] == ["recipe=ownline/my_line.py:Line"] * 2
     assert [first.argv[1], second.argv[1]] == ["batch=8", "batch=9"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import environment
+from support.messages import refuses
 from support.run_files import HOSTILE, hostile_run, synthetic_run, write_lines
 
 from trainer.tools.compare import compare, compare_jobs
@@ -46,9 +47,27 @@ def test_a_row_for_each_run_the_best_first(tmp_path, capsys, monkeypatch):
         ["b", "running or killed", "3", "1.5 s", "0.2", "2.5", "2", "not finite"],
         *([f"{name}: {file}: is missing"] for name in "ab" for file in ("summary.json", "events.jsonl")),
         ["b: val/loss: 1 of 3 values are not finite"],
+        ["best: a, val/loss 1 at step 2"],
     ]
     rows = rows_of(shown(capsys, monkeypatch, 200, *two(tmp_path), everything=True))
-    assert rows[0][-2:] == ["mine", "val/loss"] and rows[1][-2:] == ["1", "2"]
+    assert rows[0][-2:] == ["val/loss", "mine"] and rows[1][-2:] == ["2", "1"]
+
+
+def test_without_a_loss_another_metric_of_the_validation_decides(tmp_path, capsys, monkeypatch):
+    """The training loss would choose another run."""
+    folders = two(tmp_path)
+    for folder, loss, error in zip(folders, (1.0, 2.0), (0.4, 0.3), strict=True):
+        write_lines(folder / "metrics.jsonl", [{"step": 1, "train/loss": loss, "val/count": loss, "val/mse": error}])
+    lines = shown(capsys, monkeypatch, 200, *folders)
+    rows = rows_of(lines)
+    assert [row[0] for row in rows[1:3]] == ["b", "a"] and lines[-1] == "best: b, val/mse 0.3 at step 1"
+    assert rows[0][5:] == ["best val/mse", "at step", "val/count", "val/mse", "train/loss"]
+    assert compare(folders, False, False, by="train/loss") == 0
+    assert "best: a, train/loss 1 at step 1" in capsys.readouterr().out
+    assert compare(folders, False, False, by="max train/loss") == 0
+    assert "best: b, train/loss 2 at step 1" in capsys.readouterr().out
+    with refuses("--by=val/mae", "val/mse"):
+        compare(folders, False, False, by="val/mae")
 
 
 def test_one_run_is_a_list(tmp_path, capsys, monkeypatch):

@@ -151,8 +151,16 @@ def a_file(cwd: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "checkpoint", "message"),
     [
-        (None, "nowhere", "CHECKPOINT=nowhere: .*nowhere: is missing; give ckpt/last.pt or a folder step-"),
-        (None, "conf", "CHECKPOINT=conf: .*MANIFEST.json: is missing; give ckpt/last.pt or a folder step-"),
+        (
+            None,
+            "nowhere",
+            "CHECKPOINT=nowhere: .*nowhere: is missing; give runs/NAME, ckpt/last.pt or a whole folder step-",
+        ),
+        (
+            None,
+            "conf",
+            "CHECKPOINT=conf: .*MANIFEST.json: is missing; give runs/NAME, ckpt/last.pt or a whole folder step-",
+        ),
         (damage, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .*model.safetensors: 0 bytes, its manifest says"),
         (other_model, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: .* have another shape .*; give weights of this model"),
         (fewer_layers, "ckpt/last.pt", "CHECKPOINT=ckpt/last.pt: 0 weights are missing, 2 are unknown"),

@@ -37,9 +37,11 @@ def bind_to_cores(ranks: Ranks, mode: str, sys: Path = SYS) -> None:
         return
     neighbours = [Neighbour(*rows[rank][3:]) for rank in own]
     binding = divide(own.index(ranks.rank), neighbours, numa_nodes(sys), sys)
-    log.info("affinity: %s", binding.reason)
     if binding.cores is None:
+        if ranks.device.type == "cuda":  # on a CPU nothing is lost
+            log.info("affinity: %s", binding.reason)
         return
+    log.info("affinity: %s", binding.reason)
     bind_process(binding.cores)
     torch.set_num_threads(min(torch.get_num_threads(), len(binding.cores)))
 

@@ -79,6 +79,7 @@ def only_recipe(word: str, tree: ast.Module) -> str:
     """Return the name of the module's one class with the methods of a recipe."""
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     found = [node.name for node in classes if {getattr(item, "name", None) for item in node.body} >= METHODS]
+    found = found or [node.name for node in classes if node.bases]  # which may inherit them
     if len(found) != 1:
         what = f"has {len(found)} recipes: {', '.join(found)}" if found else "has no class with model, data and loss"
         name = (found or [node.name for node in classes] or ["CLASS"])[0]

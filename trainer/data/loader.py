@@ -21,7 +21,7 @@ from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, near_equal, walk
 from trainer.data.source import NamedSources, SampleFault, Samples, Source, by_prefix
 from trainer.data.stream import Stream
-from trainer.data.torch_loader import copy_loader, end_passes, end_workers, part_of
+from trainer.data.torch_loader import copy_loader, end_passes, end_workers, is_drawn, part_of
 from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import Terminal, doing, log
@@ -185,7 +185,8 @@ class Loader:
     def _iterated(
         self, source: Iterated, steps: Callable[[int], Iterator[tuple[int, Split]]], start: int
     ) -> Iterator[Micro]:
-        if self.split.world > 1 and not isinstance(source.given, Stream):
+        shared = isinstance(source.given, DataLoader) and is_drawn(source.given)  # which says so itself
+        if self.split.world > 1 and not (shared or isinstance(source.given, Stream)):
             log.info("recipe.data('train') is an iterable: each of %d ranks has batches of its own", self.split.world)
         if isinstance(source.given, DataLoader):
             log.info(

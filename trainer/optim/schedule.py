@@ -41,7 +41,7 @@ class Schedule:
             raise ConfigError(f"schedule={type(self).__name__}(): has no shape(progress); give Constant() or Cosine()")
         warmup = Duration.parse(self.warmup, "schedule.warmup").steps("schedule.warmup", batch, epoch_samples)
         if total is None and not isinstance(self, Constant):
-            name = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", type(self).__name__).lower()  # as the config has it
+            name = name_of(self)
             raise ConfigError(
                 f"trainer.max_steps=null: schedule={name} must know the end of the run; "
                 "give trainer.max_steps or trainer.max_epochs, or schedule=constant"
@@ -55,8 +55,15 @@ class Schedule:
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
 
 
+def name_of(schedule: Schedule) -> str:
+    """Return a schedule's name in the config: one_cycle for OneCycle."""
+    return re.sub(r"(?<=[a-z])([A-Z])", r"_\1", type(schedule).__name__).lower()
+
+
 class Rate:
     """The learning rates of a run, as functions of the step."""
+
+    name = "recipe"  # of its schedule, as the config has it
 
     def __call__(self, step: int) -> float:
         """Return the factor on the optimizer's learning rates."""
@@ -79,6 +86,10 @@ class ShapedRate(Rate):
     warmup: int  # steps
     rest: int  # steps after the warm-up
     scale: float
+
+    @property
+    def name(self) -> str:
+        return name_of(self.schedule)
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.annotated import as_yaml
-from trainer.errors import printable
+from trainer.checkpoint.direction import usual
+from trainer.errors import ConfigError, nearest, printable
 from trainer.files import finite
 from trainer.process.arguments import ArgumentParser
 from trainer.process.exit import run_guarded
@@ -24,8 +25,7 @@ from trainer.tools.report.payload import CLOCKS
 from trainer.tools.report.run import Run, best_of, differences, direction, names_of, of_job, read_run
 from trainer.tools.report.tables import value_of
 
-GROUPS = ("train/", "val/", "perf/")  # metrics that are shown without --all
-WATCHED = ("val/loss", "train/loss")  # which decides between runs that watch no metric
+SHOWN = ("train/loss", "perf/samples_per_s")  # in addition to validations, without --all
 WIDEST = 40  # columns of a value; the rest is folded
 GAP = 2  # columns between two values
 
@@ -39,8 +39,10 @@ class Column(NamedTuple):
         return min(WIDEST, max(cell_len(text) for text in (self.head, *self.cells)))
 
 
-def compare(folders: list[Path], as_json: bool, everything: bool) -> int:
+def compare(folders: list[Path], as_json: bool, everything: bool, by: str | None = None) -> int:
     runs = [read_run(folder, name, 1, 1) for folder, name in zip(folders, names_of(folders), strict=True)]
+    if by:
+        sort_by(runs, by)
     if as_json:
         print(json.dumps(finite(as_object(runs)), indent=1, default=str))
     else:
@@ -72,15 +74,34 @@ def show(runs: list[Run], everything: bool) -> None:
         for note in (run.ending, *(run.notes if not run.error else ())):
             if note:
                 console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
+    if len(runs) > 1 and (best := best_of(runs[0], metric) if metric in runs[0].metrics else None):
+        print(printable(f"best: {runs[0].name}, {metric} {value_of(best[0], metric)} at step {best[1]:,}"))
     if having := [run for run in runs if run.metrics]:
         print(printable(f"curves: {shlex.join(['echelon', 'report', *(str(run.folder) for run in having)])}"))
 
 
+def sort_by(runs: list[Run], by: str) -> None:
+    """Let all runs watch a metric. Larger values are better for `max NAME`, and where the name says so."""
+    metric = by.removeprefix("max ")
+    known = {name for run in runs for name in run.metrics}
+    if metric not in known:
+        raise ConfigError(f"--by={by}: no run has this metric; {nearest(metric, known)}")
+    stated = f"max {metric}" if by != metric or usual(metric) > 0 else metric
+    for run in runs:
+        run.summary = {**run.summary, "best": {"metric": stated}}
+
+
 def watched(runs: list[Run]) -> str:
-    """Return the metric that decides which run is better: the one of the checkpoints that are kept, or the loss."""
+    """Return the metric that decides which run is better: the one that `keep_best` names, or one of the validation.
+
+    Without a validation it is the training loss.
+    """
     stated = [run.summary.get("best") for run in runs]
     chosen = [str(best["metric"]).removeprefix("max ") for best in stated if isinstance(best, Mapping) and best]
-    return next((name for name in (*chosen, *WATCHED) if any(name in run.metrics for run in runs)), WATCHED[0])
+    known = sorted({name for run in runs for name in run.metrics})
+    validated = [name for name in known if name.startswith("val/") and any(direction(run, name) for run in runs)]
+    order = (*chosen, "val/loss", *validated, "train/loss")
+    return next((name for name in order if name in known), "val/loss")
 
 
 def rank_of(run: Run, metric: str) -> tuple[bool, float]:
@@ -114,8 +135,9 @@ def last(run: Run, name: str) -> str:
 
 
 def chosen(runs: list[Run], everything: bool) -> list[str]:
-    names = sorted({name for run in runs for name in run.metrics} - set(CLOCKS))
-    return names if everything else [name for name in names if name.startswith(GROUPS)]
+    known = {name for run in runs for name in run.metrics} - set(CLOCKS)
+    names = sorted(known, key=lambda name: (not name.startswith("val/"), name))
+    return names if everything else [name for name in names if name.startswith("val/") or name in SHOWN]
 
 
 def blocks(columns: list[Column], names: Column, width: int) -> list[list[Column]]:
@@ -170,10 +192,11 @@ def main() -> int:
     parser = ArgumentParser(prog="echelon compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument("--json", action="store_true", help="prints JSON, with all metrics")
-    parser.add_argument("--all", action="store_true", help="shows all metrics, not only train/, val/ and perf/")
+    parser.add_argument("--by", metavar="METRIC", help="sorts by this metric: val/loss, or 'max val/accuracy'")
+    parser.add_argument("--all", action="store_true", help="shows all metrics, not only val/, train/loss and speed")
     given = parser.parse_args()
     tolerate_closed_pipes()
-    return run_guarded(lambda: compare(given.runs, given.json, given.all))
+    return run_guarded(lambda: compare(given.runs, given.json, given.all, given.by))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def open_run(path: Path, changes: list[str], key: str) -> tuple[dict[str, Any], 
     try:
         manifest = verify(path)
     except Damaged as error:
-        raise ConfigError(f"{key}: {error}; give ckpt/last.pt or a folder step-* that is whole") from None
+        raise ConfigError(f"{key}: {error}; give runs/NAME, ckpt/last.pt or a whole folder step-*") from None
     refuse_other_manifests(manifest, key)
     config = Path(manifest["run_dir"]) / "config.yaml"
     if not config.exists() and is_run(config.parent):

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument(
         "overrides", nargs=argparse.REMAINDER, metavar="KEY=VALUE", help="replaces a setting, as for the command"
-    )
+    ).required = False  # argparse would name it among what is missing
     given = parser.parse_args()
     prepare()
     run_and_exit(lambda: resume(given.run, given.overrides))
