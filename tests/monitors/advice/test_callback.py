@@ -76,7 +76,7 @@ def fake() -> Any:
         plan=SimpleNamespace(data=SimpleNamespace(workers=0, prefetch=2), micro=4, accumulate=1),
         options=SimpleNamespace(checkpoint=CheckpointOptions(every_steps=1, every_minutes=None)), batch=4,
         ranks=SimpleNamespace(place=place), device=torch.device("cpu"), callbacks={}, world=1,
-        strategy=SimpleNamespace(data_world=1), precision=SimpleNamespace(name="fp32"),
+        strategy=SimpleNamespace(data_world=1), precision=SimpleNamespace(name="fp32"), parameters=[],
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from trainer.session import build_components
 
 OPEN = Run(
     world=4, nodes=2, data_world=4, cuda=True, precision="bf16", batch=32, micro=8, accumulate=1, splits=False,
-    workers=2, prefetch=2, cores=8, fixed_interval=True, profiles=False, offloads="",
+    workers=2, prefetch=2, gradient_mib=400.0, cores=8, fixed_interval=True, profiles=False, offloads="",
     skips=False, pcie_mib_s=1000.0, fits=lambda: 8, accepts=lambda name, **knobs: True,
 )  # fmt: skip
 CLOSED = replace(OPEN, accepts=lambda name, **knobs: False)
@@ -47,6 +47,7 @@ CASES: list[tuple[str, Numbers, Numbers, Run, str]] = [
     ("communication", {}, SLOW, replace(OPEN, nodes=1, accepts=lambda name: name != "overlap"),
      "'+callbacks=[grad_compress]'"),
     ("communication", {}, SLOW, CLOSED, "'+callbacks=[profiler]'"),
+    ("communication", {}, SLOW, replace(OPEN, gradient_mib=0.9), "batch=64"),
     ("communication", {}, SLOW, replace(OPEN, data_world=2, micro=16), "micro_batch=8 accumulate=2"),
     ("communication", {}, SLOW, replace(OPEN, batch=30, data_world=2, micro=15), "'+callbacks=[overlap]'"),
     ("communication", {}, SLOW, replace(CLOSED, profiles=True), "callbacks.profiler.with_stack=true"),

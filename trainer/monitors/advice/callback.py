@@ -162,6 +162,7 @@ def facts(trainer: Context) -> Run:
         splits=any(callback.role == Role.BATCH for callback in trainer.callbacks.values()),
         workers=data.workers,
         prefetch=data.prefetch,
+        gradient_mib=sum(p.numel() * p.element_size() for p in trainer.parameters) / 2**20,
         cores=cores_of(place.local_world),
         fixed_interval=saves.every is None and bool(saves.every_steps or saves.every_minutes),
         profiles="profiler" in trainer.callbacks,

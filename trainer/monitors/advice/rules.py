@@ -18,6 +18,7 @@ STRAGGLER = 0.1  # of the step, between what the slowest and the fastest rank co
 SKEW = 0.2  # of the largest peak of memory
 SKEW_GIB = 1.0  # a smaller difference is not judged
 PCIE = 0.8  # of what the link transmits
+FEW_MIB = 1.0  # of gradients: their transfer takes less time than its start, which no callback shortens
 ROOM = 2  # times a rank's samples that its memory would take
 MOST_MEMORY = 0.9  # of the device, for a larger micro-batch
 ALL = -1  # the subject of a finding that is of no rank alone
@@ -41,6 +42,7 @@ class Run:
     splits: bool  # a callback decides the micro-batches
     workers: int
     prefetch: int
+    gradient_mib: float  # MiB of the gradients that a rank sends in a step
     cores: int  # of the machine or its container, for each of its ranks
     fixed_interval: bool  # checkpoints come by steps or minutes, and not by auto
     profiles: bool  # has the callback profiler
@@ -103,6 +105,8 @@ def communication(numbers: Numbers, run: Run) -> Finding | None:
     if share <= COMMUNICATION:
         return None
     text = f"steps wait for other ranks {share:.2f} times as long as they compute, more than {COMMUNICATION}"
+    if is_small(run):
+        text += f"; gradients of {run.gradient_mib:.2g} MiB need fewer ranks, or a larger batch, which changes training"
     return Finding("communication", share, COMMUNICATION, text, less_waiting(run))
 
 
@@ -272,8 +276,15 @@ def faster_data(run: Run) -> str:
     return f"data.prefetch={2 * run.prefetch}"
 
 
+def is_small(run: Run) -> bool:
+    """Return whether ranks that split only the batch send too little for any callback to help."""
+    return run.data_world == run.world and run.gradient_mib < FEW_MIB
+
+
 def less_waiting(run: Run) -> str:
-    """Return exact ways first. In a pipeline, ranks wait less with more micro-batches."""
+    """Return exact ways first, except for small models. In a pipeline, ranks wait less with more micro-batches."""
+    if is_small(run):
+        return f"batch={2 * run.batch}"
     if run.data_world < run.world and run.micro % 2 == 0:
         return f"micro_batch={run.micro // 2} accumulate={2 * run.accumulate}"
     symptoms = [Symptom.NETWORK, *([Symptom.NODES] if run.nodes > 1 and run.world > run.nodes else [])]
