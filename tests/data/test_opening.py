@@ -258,3 +258,18 @@ def test_an_overfit_validates_on_samples_as_validation_has_them():
     train, val = (sample(source, Ref(0, 0, 0)) for source in (plan.source, plan.validation))
     assert train.keys() - val.keys() == {"augmented"} and torch.equal(train["x"], val["x"])
     assert plan.source.counts == plan.validation.counts == [1] * 6
+
+
+def test_a_split_that_the_recipe_lacks_is_named():
+    """A KeyError for anything else is the recipe's own."""
+
+    class Has:
+        def data(self, split):
+            return {"train": [1]}[split] if split != "own" else {}["key"]
+
+    with refuses("recipe.data('tset')", "knows no such split", "a split that it has"):
+        open_source(Has(), "tset", 0)
+    with refuses("recipe.data('val')", "return None"):
+        open_source(Has(), "val", 0)
+    with pytest.raises(KeyError, match="^'key'$"):
+        open_source(Has(), "own", 0)

@@ -82,9 +82,17 @@ def open_source(
 
 
 def returned(recipe: Any, split: str) -> Any:
-    """Return `recipe.data(split)`. It can't ask for the rank, since the run is planned before there are ranks."""
+    """Return `recipe.data(split)`. It can't ask for the rank, since the run is planned before there are ranks.
+
+    A recipe that looks the split up in a dict raises KeyError for one that it lacks.
+    """
     try:
         return recipe.data(split)
+    except KeyError as error:
+        if error.args != (split,):
+            raise
+        fix = "return None if there is no validation" if split == "val" else "give the name of a split that it has"
+        raise ConfigError(f"recipe.data({split!r}): knows no such split; {fix}") from None
     except (ValueError, RuntimeError) as error:
         if "process group has not been initialized" not in str(error):
             raise
