@@ -271,5 +271,5 @@ def test_a_split_that_the_recipe_lacks_is_named():
         open_source(Has(), "tset", 0)
     with refuses("recipe.data('val')", "return None"):
         open_source(Has(), "val", 0)
-    with pytest.raises(KeyError, match="^'key'$"):
+    with pytest.raises(KeyError, match=r"^'key'$"):
         open_source(Has(), "own", 0)
