@@ -20,7 +20,9 @@ class Recipe(Protocol):
         ...
 
     def data(self, split: str) -> Data:
-        """Return the data of `split` ("train" or "val"), the same on every rank. There are five kinds:
+        """Return the data of `split`, the same on every rank.
+
+        `split` is "train", "val", or any word that `evaluate` or `predict` is called with. There are six kinds of data:
 
         - Tar shards in WebDataset format, plain or compressed: a path, a glob pattern, a URL (http, https, s3, gs), or
           a list of these. `pipe:PROGRAM ARGUMENTS` needs data.allow_pipe=true. A sample is a dict of members.
@@ -31,8 +33,8 @@ class Recipe(Protocol):
           `validation_batch: int` is the samples of a batch in validation. Default: the micro-batch.
         - An iterable of this rank's batches, walked again when it ends. A generator for "train" must never end; a
           generator for "val" is refused. A batch for "train" is a micro-batch: its first tensor has as many samples,
-          unless the recipe has a `weight`. A resume replays the iterable from its start. Ranks share the samples of a
-          DataLoader whose sampler is torch's own.
+          unless the recipe has a `weight`. A resume replays the iterable from its start.
+        - A torch `DataLoader`, an iterable of batches. Ranks share its samples if its sampler is torch's own.
         - A stream of samples: Hugging Face's streaming data set, or an iterable whose attribute `yields_samples` is
           true. It is the same on every rank. Echelon splits it over the ranks, calls `transform`, and makes batches.
           Data workers do not read it. A resume reads the stream from its start.
@@ -84,6 +86,8 @@ class Optional(Protocol):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, int]]:
         """Return name -> (sum, count) over `batch`, for validation. Default: the loss, named `loss`.
 
+        The model is in eval mode, and there are no gradients.
+
         A count of 0 leaves the metric out. A value may be an object of torchmetrics that this method has updated. The
         end of a validation computes it over all ranks, and resets it. Two micro-batches are tried before step 1.
         """
@@ -101,7 +105,7 @@ class Optional(Protocol):
     def predict(self, model: nn.Module, batch: Any) -> Any:
         """Return predictions for `batch`: a tensor (samples, ...), a list of plain values, or a dict of these by name.
 
-        For `Trainer.predict` and `echelon predict`.
+        For `Trainer.predict` and `echelon predict`. The model is in eval mode, and there are no gradients.
         """
         ...
 
