@@ -63,6 +63,8 @@ def test_the_time_of_a_step_is_said_in_words():
         "time": "20 ms a step  backward 60%, forward 30%  rank 2 is the slowest, by 12%  mine 3"
     }
     assert grouped({"time/step": 0.0}) == {"time": "0 ms a step"}
+    assert grouped({"time/mine": 3.0, **step}) == {"time": "20 ms a step  backward 60%, forward 30%  mine 3"}
+    assert grouped({"time/data": 0.5}) == {"time": "data 0.5"}
 
 
 def test_a_resume_that_makes_no_step_keeps_the_numbers_of_the_run(tmp_path):

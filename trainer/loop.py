@@ -134,6 +134,8 @@ class Loop:
         if context.rank == 0:
             context.command.save_config(context.run_dir)
         self.checkpointer.leave_newer()
+        if plan.resumed:
+            self.rates.put(state.step + plan.ahead)  # a validation may change them before the first step
         if context.rank == 0:
             self.parts.quarantine.begin()
         due = plan.resumed and state.step and plan.validates_at(state.step) and not context.stop_reason

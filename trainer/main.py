@@ -147,14 +147,16 @@ def command(arguments: list[str]) -> int:
     if len(jobs) > 1:
         refuse_shared(jobs)
         name_folders(jobs)
+    began = list[float]()
     for n, job in enumerate(jobs, start=1):
         if len(jobs) > 1:
             job = job._replace(messages=[(logging.INFO, f"run {n} of {len(jobs)}"), *job.messages])
+        began.append(time.time())
         codes.append(run_guarded(lambda: run(*job)))  # noqa: B023 called at once
         if codes[-1] in (STOPPED, 130):
             break
     if len(jobs) > 1:
-        compare(jobs, codes[1:])
+        compare(jobs, codes[1:], began)
     return max(codes)
 
 
@@ -206,12 +208,15 @@ def name_folders(jobs: "list[Job]") -> None:
             taken.add(options["run_dir"])
 
 
-def compare(jobs: "list[Job]", codes: list[int]) -> None:
+def compare(jobs: "list[Job]", codes: list[int], began: list[float]) -> None:
     """Print a table of the jobs that have begun. A resumed run has a table of its own: its folder is not known here."""
-    folders = [job.config["trainer"]["run_dir"] for job in jobs]
-    begun = [(Path(own), job.config, code) for own, job, code in zip(folders, jobs, codes, strict=False) if own]
-    if len(begun) > 1:
-        importlib.import_module("trainer.tools.compare").compare_jobs(begun)
+    begun = [
+        (Path(options["run_dir"]), job.config, code, start)
+        for job, code, start in zip(jobs, codes, began, strict=False)
+        if (options := job.config["trainer"])["run_dir"] and not options["dry_run"]
+    ]
+    if len(begun) > 1:  # an error here is no run's
+        run_guarded(lambda: importlib.import_module("trainer.tools.compare").compare_jobs(begun))
 
 
 def tools() -> dict[str, Path]:

@@ -220,8 +220,8 @@ def grouped(numbers: Mapping[str, float]) -> dict[str, str]:
     for name, value in numbers.items():
         group, _, rest = name.rpartition("/")
         if name == "time/step":
-            lines[group] = step_in_words(numbers)
-        elif name not in OF_STEP:
+            lines.setdefault(group, [])[:0] = step_in_words(numbers)
+        elif name not in OF_STEP or "time/step" not in numbers:
             lines.setdefault(group or "task", []).append(f"{rest} {readable(value)}")
     return {group: "  ".join(line) for group, line in lines.items()}
 

@@ -27,7 +27,7 @@ def rates_by(callback: ReduceLROnPlateau, values: list[float], warm: int = 0) ->
     groups = [{"lr": 0.1}, {"lr": 0.02}]
     trainer = SimpleNamespace(
         step=0, optimizer=SimpleNamespace(param_groups=groups),
-        plan=SimpleNamespace(rate=SimpleNamespace(is_constant=lambda step: step > warm)),
+        plan=SimpleNamespace(rate=SimpleNamespace(is_constant=lambda step: step > warm + 5), ahead=5),
     )  # fmt: skip
     found = []
     for trainer.step, value in enumerate(values, start=1):
@@ -80,13 +80,16 @@ class Stuck(Toy):
         return {"bad": (1.0, 1)}
 
 
-def trained(place: Place, steps: int, resume: str | None = None, schedule: Any = None) -> tuple[list[float], Any]:
+def trained(
+    place: Place, steps: int, resume: str | None = None, schedule: Any = None, leaves: int = 0
+) -> tuple[list[float], Any]:
     kept = Kept()
     options = Options(
         max_steps=steps, validate_every=2, resume=resume, run_dir="runs/r", log_every_steps=1,
         checkpoint=CheckpointOptions(every_steps=2, every_minutes=None),
     )  # fmt: skip
-    callbacks = {"kept": kept, "plateau": ReduceLROnPlateau("val/bad", factor=0.5, patience=1)}
+    plateau = ReduceLROnPlateau("val/bad", factor=0.5, patience=1)
+    callbacks = {"kept": kept, "plateau": plateau, "leaves": Leaves(leaves)}
     trainer = Trainer(
         Stuck(), callbacks, schedule=schedule, batch=12, options=options, data=DataOptions(workers=0), place=place
     )
@@ -103,6 +106,27 @@ def test_a_resume_right_after_a_reduction_keeps_it(tmp_path, monkeypatch):
     begun, _ = trained(Place(), 6)
     resumed, ends = trained(Place(), 14, resume="auto")
     assert begun + resumed == whole and ends == weights
+
+
+class Leaves(Callback):
+    """Ends the run at a step as a signal does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer) -> None:
+        if trainer.step == self.step:
+            trainer.stop("signal")
+
+
+def test_a_run_cut_at_a_validation_reduces_after_its_resume(tmp_path, monkeypatch):
+    """The resumed run makes the validation that was due, before its first step."""
+    monkeypatch.chdir(tmp_path)
+    whole, weights = trained(Place(), 10)
+    Path("runs").rename("whole"), Path("ckpt").rename("whole_ckpt")
+    begun, _ = trained(Place(), 10, leaves=6)
+    resumed, ends = trained(Place(), 10, resume="auto")
+    assert len(begun) == 6 and begun + resumed == whole and ends == weights
 
 
 def test_ranks_agree(tmp_path, monkeypatch):

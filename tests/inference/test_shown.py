@@ -1,9 +1,11 @@
 """What a notebook shows of a Trainer, its summary and predictions; and their forms in one line."""
 
 import json
+import pickle
 import re
 
 import torch
+import yaml
 from support.runs import make
 
 from trainer.inference.predictions import Predictions, rows_of
@@ -24,7 +26,9 @@ def test_a_trainer_says_what_it_trains(tmp_path):
     assert repr(trainer.ranks) == "Ranks(rank=0, world=1, device=device(type='cpu'), backend='gloo')"
     assert repr(trainer.precision) == "Precision(name='fp32', label='fp32', master_weights=True)"
     summary = trainer.fit()
-    assert isinstance(summary, dict) and json.loads(json.dumps(summary)) == summary
+    assert json.loads(json.dumps(summary)) == summary
+    assert yaml.safe_load(yaml.safe_dump(Summary({"steps": 4}))) == {"steps": 4}
+    assert type(pickle.loads(pickle.dumps(summary))) is dict
     facts = dict(text_of(trainer._repr_html_()))
     assert facts["step"] == "4 of 4" and facts["checkpoint"] == summary["checkpoint"]
     rows = dict(text_of(summary._repr_html_()))

@@ -1,6 +1,7 @@
 """Runs side by side in the terminal: a row for each, with changed keys, last and best values; the same as JSON."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -66,6 +67,15 @@ def test_without_a_loss_another_metric_of_the_validation_decides(tmp_path, capsy
     assert "best: a, train/loss 1 at step 1" in capsys.readouterr().out
     assert compare(folders, False, False, by="max train/loss") == 0
     assert "best: b, train/loss 2 at step 1" in capsys.readouterr().out
+    write_lines(folders[0] / "metrics.jsonl", [{"step": 1, "perf/samples_per_s": 200.0, "x": 1.0}])
+    write_lines(folders[1] / "metrics.jsonl", [{"step": 1, "perf/samples_per_s": 100.0, "x": 2.0}])
+    assert compare(folders, False, False, by="perf/samples_per_s") == 0
+    assert "best: a, perf/samples_per_s 200 at step 1" in capsys.readouterr().out
+    with refuses("--by=x", "'max x'", "'min x'"):
+        compare(folders, False, False, by="x")
+    assert compare(folders, False, False, by="min x") == 0
+    assert "best: a, x 1 at step 1" in capsys.readouterr().out
+    write_lines(folders[0] / "metrics.jsonl", [{"step": 1, "val/mse": 1.0}])
     with refuses("--by=val/mae", "val/mse"):
         compare(folders, False, False, by="val/mae")
 
@@ -88,16 +98,21 @@ def test_what_a_run_watches_decides(tmp_path, capsys, monkeypatch):
 def test_a_job_of_a_sweep_that_made_no_run_has_a_row(tmp_path, capsys, monkeypatch):
     """One finished, one was refused before it had a folder, and one crashed before its config was stored."""
     monkeypatch.setenv("COLUMNS", "200")
-    finished, refused, crashed = (tmp_path / name for name in ("f", "r", "c"))
+    finished, refused, crashed, old, cut = (tmp_path / name for name in ("f", "r", "c", "o", "k"))
     write_lines(finished / "metrics.jsonl", [{"step": 1, "val/loss": 1.0}])
     (finished / "config.yaml").write_text("{batch: 8}")
     (finished / "summary.json").write_text('{"stopped": "max_steps"}')
     (crashed / "logs").mkdir(parents=True)
     (crashed / "summary.json").write_text('{"stopped": "error", "error": "no memory", "steps": 0}')
-    compare_jobs([(refused, {"batch": 0}, 78), (crashed, {"batch": 999}, 1), (finished, {"batch": 8}, 0)])
+    write_lines(old / "metrics.jsonl", [{"step": 1, "val/loss": 0.1}])  # of an earlier run
+    (old / "summary.json").write_text('{"stopped": "max_steps"}')
+    os.utime(old / "metrics.jsonl", (1.0, 1.0)), os.utime(old / "summary.json", (1.0, 1.0))
+    jobs = [(refused, {"batch": 0}, 78, 2.0), (crashed, {"batch": 999}, 1, 2.0), (old, {"batch": 1}, 78, 2.0)]
+    assert compare_jobs([*jobs, (finished, {"batch": 8}, 0, 2.0), (cut, {"batch": 2}, 130, 2.0)]) == 0
     rows = rows_of(capsys.readouterr().out.splitlines())
-    assert [row[:4] for row in rows[1:4]] == [
-        ["f", "finished", "1", "8"], ["r", "refused", "0", "0"], ["c", "crashed", "0", "999"]
+    assert [row[:4] for row in rows[1:6]] == [
+        ["f", "finished", "1", "8"], ["r", "refused", "0", "0"], ["c", "crashed", "0", "999"],
+        ["o", "refused", "0", "1"], ["k", "stopped by a signal", "0", "2"],
     ]  # fmt: skip
     assert ["c: crashed: no memory"] in rows and rows[-1] == [f"curves: echelon report {finished}"]
 
@@ -135,3 +150,14 @@ def test_a_folder_without_a_run_is_one_line(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 78 and done.stderr.count("\n") == 1
     assert done.stderr == "echelon: RUN=none: is no folder; give the folder of a run, as in runs/NAME\n"
+
+
+def test_a_run_that_goes_on_is_sorted_as_the_finished_one(tmp_path, capsys, monkeypatch):
+    """It has no best value yet. A damaged one is no value."""
+    folders = two(tmp_path)
+    for folder, score in zip(folders, (100.0, 200.0), strict=True):
+        write_lines(folder / "metrics.jsonl", [{"step": 1, "val/x": score}])
+    (folders[0] / "summary.json").write_text('{"stopped": "max_steps", "best": {"metric": "max val/x"}}')
+    assert shown(capsys, monkeypatch, 200, *folders)[-1] == "best: b, val/x 200 at step 1"
+    (folders[1] / "summary.json").write_text('{"stopped": "max_steps", "best": {"step": 1}}')
+    assert shown(capsys, monkeypatch, 200, *folders)[-1] == "best: b, val/x 200 at step 1"

@@ -73,7 +73,7 @@ def test_a_refusal_comes_before_the_work_and_leaves_no_folder(tmp_path, file, sa
     "arguments, said",
     quick(
         [
-            (["runs/x"], r"CHECKPOINT=runs/x: .*; give ckpt/last\.pt or a folder step-\* that is whole"),
+            (["runs/x"], r"CHECKPOINT=runs/x: .*; give runs/NAME, ckpt/last\.pt or a whole folder step-"),
             (["runs/r", "--devices", "many"], "--devices=many: is neither a number nor auto"),
             (["runs/r", "--devices", "1", "--split", "none"], r"recipe\.data\('none'\): is None; return data, or name"),
             (["runs/r", "--micro-batch", "0"], "--micro-batch=0: must be at least 1"),

@@ -59,15 +59,18 @@ class ReduceLROnPlateau(Callback):
         warn_of_direction(setting, self.metric, self.mode == "max", fix)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
-        if not trainer.plan.rate.is_constant(trainer.step):
-            return
+        if not trainer.plan.rate.is_constant(trainer.step + trainer.plan.ahead):
+            return  # in the warm-up
         (stand_in,) = self.rates.param_groups
         stand_in["lr"] = 1.0
         self.scheduler.step(metrics.get(self.metric, math.nan))  # absent: its count was 0
         if stand_in["lr"] == 1.0:
             return
+        before = [group["lr"] for group in trainer.optimizer.param_groups]
         for group in trainer.optimizer.param_groups:
             group["lr"] = min(group["lr"], max(self.min_lr, group["lr"] * self.factor))
+        if before == [group["lr"] for group in trainer.optimizer.param_groups]:
+            return
         rates = ", ".join(f"{rate:.3g}" for rate in {group["lr"]: None for group in trainer.optimizer.param_groups})
         log.info(
             "reduce_lr_on_plateau: %s has not improved since its best, %.4g; lr %s from step %d on",
@@ -78,7 +81,9 @@ class ReduceLROnPlateau(Callback):
         return {name: getattr(self.scheduler, name) for name in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self.scheduler).update(state)
+        self.scheduler.best = float(state["best"])
+        self.scheduler.num_bad_epochs = int(state["num_bad_epochs"])
+        self.scheduler.cooldown_counter = int(state["cooldown_counter"])
 
 
 LATE = 1 << 62  # a step after every warm-up

@@ -167,7 +167,9 @@ def check_values(key: str, values: Any, known: Mapping[str, Knob], hint: str = "
     for name, value in values.items():
         if name not in known and ANY_NAME not in known:
             full = f"{key}.{name}"
-            fix = new_name(full) or (key in ("trainer", "data") and our_key(name)) or elsewhere(key, name)
+            ours = key in ("trainer", "data") and our_key(name)
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            fix = new_name(full) or ours or ("" if near else elsewhere(key, name))
             raise ConfigError(f"{full}={shown(name, value)}: no such key; {fix or nearest(name, known)}{hint}")
         kind = known[name].annotation if name in known else Any
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):

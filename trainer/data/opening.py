@@ -91,7 +91,9 @@ def returned(recipe: Any, split: str) -> Any:
     except KeyError as error:
         if error.args != (split,):
             raise
-        fix = "return None if there is no validation" if split == "val" else "give the name of a split that it has"
+        fix = {"val": "return None if there is no validation", "train": "return the data to train on"}.get(
+            split, "give the name of a split that it has"
+        )
         raise ConfigError(f"recipe.data({split!r}): knows no such split; {fix}") from None
     except (ValueError, RuntimeError) as error:
         if "process group has not been initialized" not in str(error):

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from torch import Tensor
+from yaml.representer import SafeRepresenter
 
 from trainer.context import Context
 from trainer.process.notebook import table
@@ -14,10 +16,17 @@ SHOWN = 8  # numbers of a prediction
 
 
 class Summary(dict[str, Any]):
-    """The content of summary.json, which a notebook shows as a table."""
+    """The content of summary.json, which a notebook shows as a table. Pickled and dumped it is a plain dict."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
     def _repr_html_(self) -> str:
         return table((name, in_words(value)) for name, value in self.items() if name != "versions")
+
+
+for dumper in (yaml.Dumper, yaml.SafeDumper):
+    dumper.add_representer(Summary, SafeRepresenter.represent_dict)
 
 
 def in_words(value: Any) -> str:
@@ -31,7 +40,9 @@ def facts(trainer: Context) -> list[tuple[str, str]]:
     plan, module = trainer.plan, trainer.module
     parameters = sum(p.numel() for p in module.parameters())
     steps = f"{trainer.step:,}" + (f" of {plan.max_steps:,}" if plan.max_steps is not None else "")
-    split = f"{trainer.strategy.data_world} x {plan.accumulate} x {plan.micro}"
+    shares = trainer.strategy.data_world * plan.accumulate
+    micro = f"{'at most ' if trainer.batch % shares else ''}{plan.micro}"
+    split = f"{trainer.strategy.data_world} x {plan.accumulate} x {micro}"
     found = [
         ("recipe", type(trainer.recipe).__name__),
         ("model", f"{type(module).__name__}, {parameters:,} parameters"),
@@ -51,6 +62,11 @@ def short(value: Any) -> str:
     """Return a sample's prediction in a few characters."""
     if isinstance(value, Tensor):
         more = ", ..." if value.numel() > SHOWN else ""
-        value = ", ".join(readable(each) for each in value.flatten()[:SHOWN].tolist()) + more
+        value = (
+            ", ".join(
+                readable(each) if isinstance(each, float) else str(each) for each in value.flatten()[:SHOWN].tolist()
+            )
+            + more
+        )
     text = readable(value) if isinstance(value, float) else str(value)
     return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.annotated import as_yaml
-from trainer.checkpoint.direction import usual
 from trainer.errors import ConfigError, nearest, printable
 from trainer.files import finite
 from trainer.process.arguments import ArgumentParser
@@ -22,10 +21,11 @@ from trainer.process.exit import run_guarded
 from trainer.process.stdio import tolerate_closed_pipes
 from trainer.tools.report.page import duration
 from trainer.tools.report.payload import CLOCKS
-from trainer.tools.report.run import Run, best_of, differences, direction, names_of, of_job, read_run
+from trainer.tools.report.run import Run, best_of, differences, direction, names_of, of_job, read_run, usually
 from trainer.tools.report.tables import value_of
 
 SHOWN = ("train/loss", "perf/samples_per_s")  # in addition to validations, without --all
+UNWRITTEN = (": is missing", ": has no line yet")  # notes that a run's error explains
 WIDEST = 40  # columns of a value; the rest is folded
 GAP = 2  # columns between two values
 
@@ -50,10 +50,14 @@ def compare(folders: list[Path], as_json: bool, everything: bool, by: str | None
     return 0
 
 
-def compare_jobs(jobs: Sequence[tuple[Path, Mapping[str, Any], int]]) -> None:
-    """Show the jobs of a sweep by their folders, configs and exit codes. A job that made no run has a row too."""
-    names = names_of([folder for folder, _, _ in jobs])
-    show([of_job(folder, name, config, code) for name, (folder, config, code) in zip(names, jobs, strict=True)], False)
+def compare_jobs(jobs: Sequence[tuple[Path, Mapping[str, Any], int, float]]) -> int:
+    """Show the jobs of a sweep. A job that made no run has a row too.
+
+    Each job has its folder, its config, its exit code, and when it began, in Unix seconds.
+    """
+    names = names_of([job[0] for job in jobs])
+    show([of_job(name, *job) for name, job in zip(names, jobs, strict=True)], False)
+    return 0
 
 
 def show(runs: list[Run], everything: bool) -> None:
@@ -71,8 +75,8 @@ def show(runs: list[Run], everything: bool) -> None:
         console.print(made(table))
         console.print()
     for run in runs:
-        for note in (run.ending, *(run.notes if not run.error else ())):
-            if note:
+        for note in (run.ending, *run.notes):
+            if note and not (run.error and note.endswith(UNWRITTEN)):
                 console.print(Text(printable(f"{run.name}: {note}")), soft_wrap=True)
     if len(runs) > 1 and (best := best_of(runs[0], metric) if metric in runs[0].metrics else None):
         print(printable(f"best: {runs[0].name}, {metric} {value_of(best[0], metric)} at step {best[1]:,}"))
@@ -82,11 +86,16 @@ def show(runs: list[Run], everything: bool) -> None:
 
 def sort_by(runs: list[Run], by: str) -> None:
     """Let all runs watch a metric. Larger values are better for `max NAME`, and where the name says so."""
-    metric = by.removeprefix("max ")
+    metric = by.removeprefix("max ").removeprefix("min ")
     known = {name for run in runs for name in run.metrics}
     if metric not in known:
         raise ConfigError(f"--by={by}: no run has this metric; {nearest(metric, known)}")
-    stated = f"max {metric}" if by != metric or usual(metric) > 0 else metric
+    if by == metric and not usually(metric):
+        raise ConfigError(f"--by={by}: its name does not say what is better; give --by='max {by}' or 'min {by}'")
+    watch(runs, f"max {metric}" if by.startswith("max ") or (by == metric and usually(metric) > 0) else metric)
+
+
+def watch(runs: list[Run], stated: str) -> None:
     for run in runs:
         run.summary = {**run.summary, "best": {"metric": stated}}
 
@@ -96,8 +105,12 @@ def watched(runs: list[Run]) -> str:
 
     Without a validation it is the training loss.
     """
-    stated = [run.summary.get("best") for run in runs]
-    chosen = [str(best["metric"]).removeprefix("max ") for best in stated if isinstance(best, Mapping) and best]
+    found = [run.summary.get("best") for run in runs]
+    stated = [best.get("metric") for best in found if isinstance(best, Mapping)]
+    stated += [run.config.get("trainer.checkpoint.keep_best") for run in runs]
+    if one := next((each for each in stated if isinstance(each, str)), ""):
+        watch(runs, one)  # also those that have none yet
+    chosen = [one.removeprefix("max ")]
     known = sorted({name for run in runs for name in run.metrics})
     validated = [name for name in known if name.startswith("val/") and any(direction(run, name) for run in runs)]
     order = (*chosen, "val/loss", *validated, "train/loss")

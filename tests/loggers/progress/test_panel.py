@@ -1,5 +1,6 @@
 """The progress of a run in a notebook: one output that is replaced, with the line, a bar and the curves."""
 
+import itertools
 import re
 from xml.etree import ElementTree
 
@@ -61,9 +62,12 @@ def test_a_long_curve_is_thinned_and_keeps_its_ends(handle):
     panel = Panel(moment, None, 0)
     for step in range(10 * POINTS):
         panel.note(step, {"train/loss": float(step)})
-    curve = panel.curves["train/loss"]
-    assert POINTS // 2 <= len(curve) <= POINTS and curve[0] == (0, 0.0) and curve[-1][0] == 10 * POINTS - 1
-    assert curve == sorted(curve) and "<progress" not in handle.shown[0]["text/html"]
+    steps = [step for step, _ in panel.curves["train/loss"]]
+    assert POINTS // 2 <= len(steps) <= POINTS and steps[0] == 0
+    assert {b - a for a, b in itertools.pairwise(steps)} == {16}  # evenly, also after several halvings
+    panel.stop(10 * POINTS)
+    assert f"at step {10 * POINTS - 1}" in handle.shown[-1]["text/html"]
+    assert "<progress" not in handle.shown[0]["text/html"]
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [0.0, 0.0], [2.0, 2.0]])

@@ -33,15 +33,22 @@ class Panel:
         self.look, self.last, self.first = look, last, step
         self.began = self.drawn_at = time.monotonic()
         self.curves: dict[str, Curve] = {name: [] for name in CURVES}
+        self.newest: dict[str, tuple[int, float]] = {}
+        self.seen, self.stride = dict.fromkeys(CURVES, 0), dict.fromkeys(CURVES, 1)
         self.handle = display(self._drawn(step), raw=True, display_id=True)
 
     def note(self, step: int, numbers: dict[str, float]) -> None:
-        """Add the numbers to the curves. A long curve keeps every second point, again and again."""
+        """Add the numbers to the curves. A full curve keeps every second point, and from then on takes half as many."""
         for name, curve in self.curves.items():
-            if math.isfinite(numbers.get(name, math.nan)):
-                curve.append((step, numbers[name]))
+            if not math.isfinite(numbers.get(name, math.nan)):
+                continue
+            self.newest[name] = step, numbers[name]
+            if self.seen[name] % self.stride[name] == 0:
+                curve.append(self.newest[name])
+            self.seen[name] += 1
             if len(curve) > POINTS:
-                del curve[1:-1:2]
+                del curve[1::2]
+                self.stride[name] *= 2
 
     def advance(self, step: int) -> None:
         if time.monotonic() - self.drawn_at > timeouts.PANEL_S:
@@ -62,9 +69,13 @@ class Panel:
         head, _, tail = arrange(self.look(elapsed, left), COLUMNS)
         line = f"{head} {tail}"
         bar = f'<progress value="{step}" max="{self.last}" style="width: 100%"></progress>' if self.last else ""
-        curves = {name: curve for name, curve in self.curves.items() if curve}
+        curves = {name: [*curve, *self._end(name)] for name, curve in self.curves.items() if curve}
         html = f'<div style="max-width: {WIDTH}px">{bar}<div>{escape(line)}</div>{chart(curves)}</div>'
         return {"text/plain": line, "text/html": html}
+
+    def _end(self, name: str) -> Curve:
+        """Return the newest point, unless the curve has it."""
+        return [self.newest[name]] if self.newest[name] != self.curves[name][-1] else []
 
 
 def chart(curves: dict[str, Curve]) -> str:

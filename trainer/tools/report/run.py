@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from trainer.checkpoint.direction import usual
-from trainer.errors import CONFIG, DATA, NOT_FINITE, ConfigError, printable
+from trainer.errors import CONFIG, DATA, NOT_FINITE, STOPPED, ConfigError, printable
 from trainer.redact import redact
 from trainer.run_dir import refuse_unreadable, stored_config
 from trainer.tools.report.comm import Exchange, read_comm
@@ -100,17 +100,28 @@ def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
     return Run(folder, name, shown, metrics.last_step, ranks, exchanges, events, advice, config, summary, notes)
 
 
-def of_job(folder: Path, name: str, config: Mapping[str, Any], code: int) -> Run:
-    """Read the run of a sweep's job by its config and exit code. The job may have been refused, and have no folder."""
-    if folder.is_dir():
+def of_job(name: str, folder: Path, config: Mapping[str, Any], code: int, began: float) -> Run:
+    """Read the run of a sweep's job that began at a time, in Unix seconds, and ended with an exit code.
+
+    A job that was refused made no run, or has left that of an earlier one in its folder.
+    """
+    if any(written(folder / file) >= began for file in ("summary.json", "events.jsonl", "metrics.jsonl")):
         run = read_run(folder, name, 1, 1)
     else:
         run = Run(folder, name, {}, 0, RankTimes(1), [], [], [], {}, {}, [])
-    if not run.config:
-        run.config = keys_of(config)
+    run.config = keys_of(config)
     if code and run.state == OPEN:
-        run.summary = {**run.summary, "stopped": REFUSED if code in (CONFIG, DATA) else "error"}
+        stopped = REFUSED if code in (CONFIG, DATA) else "signal" if code in (STOPPED, 130) else "error"
+        run.summary = {**run.summary, "stopped": stopped}
     return run
+
+
+def written(file: Path) -> float:
+    """Return when a file was written, in Unix seconds; -1 if there is none."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return -1.0
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], str]:
@@ -223,4 +234,9 @@ def direction(run: Run, name: str) -> int:
     stated = str(watched.get("metric", "")) if isinstance(watched, Mapping) else ""
     if stated in (name, f"max {name}"):
         return 1 if stated != name else -1
+    return usually(name)
+
+
+def usually(name: str) -> int:
+    """Return what `direction` returns for a metric that no run states."""
     return 1 if name.endswith("_per_s") else usual(name)
