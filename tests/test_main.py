@@ -156,6 +156,9 @@ def jobs(settings: list[Any], dry_run: bool = False) -> list[Job]:
 def test_runs_of_a_multirun_that_would_write_into_one_folder_are_refused_before_the_first(settings):
     with refuses("trainer.run_dir", "2", "'trainer.run_dir=runs/${optimizer.lr}'"):
         main.refuse_shared(jobs(settings))
+    two = [job._replace(argv=["a=1", f"optimizer.lr={n}", f"batch={n}"]) for n, job in enumerate(jobs(settings))]
+    with refuses("trainer.run_dir", "'trainer.run_dir=runs/${optimizer.lr}-${batch}'"):
+        main.refuse_shared(two)
     main.refuse_shared(jobs(settings, dry_run=True))
     main.refuse_shared(jobs([(None, "runs/a"), (None, "runs/b"), (None, "x/a", {"dir": "ckpt-2"}), (None, None)]))
 

@@ -178,3 +178,11 @@ def test_a_refused_command_leaves_no_empty_folder(refused, devices):
     folders = [path for path in Path().rglob("*") if path.is_dir()]
     empty = [path for path in folders if not any(file.stat().st_size for file in path.rglob("*") if file.is_file())]
     assert empty == []
+
+
+def test_a_run_that_has_made_its_epochs(capsys):
+    """A larger `max_steps` would change nothing."""
+    observed(max_steps=None, max_epochs=0.25).fit()
+    capsys.readouterr()
+    observed(max_steps=None, max_epochs=0.25, resume="auto").fit()
+    assert told(capsys).endswith("; a trainer.max_epochs above 0.25 would resume it")

@@ -176,7 +176,7 @@ def refuse_shared(jobs: "list[Job]") -> None:
         if (same := resumed.count((resume, *places))) > 1:
             raise ConfigError(
                 f"trainer.resume={resume}: {same} runs of -m would resume one run; "
-                "give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"
+                f"give each a folder, as in {folder_each(jobs)}"
             )
     new = [each for each in given if each["run_dir"] and not each["resume"] and not each["dry_run"]]
     written = [folder for each in new for folder in folders_of(each)]
@@ -184,8 +184,16 @@ def refuse_shared(jobs: "list[Job]") -> None:
         if (same := max(map(written.count, folders_of(each)))) > 1:
             raise ConfigError(
                 f"trainer.run_dir={each['run_dir']}: {same} runs of -m would write into one folder of this name; leave "
-                "this out, or give each a folder, as in 'trainer.run_dir=runs/${optimizer.lr}'"
+                f"this out, or give each a folder, as in {folder_each(jobs)}"
             )
+
+
+def folder_each(jobs: "list[Job]") -> str:
+    """Return a setting that gives each run of a multirun a folder, by the keys in which the runs differ."""
+    common = set(jobs[0].argv).intersection(*(job.argv for job in jobs))
+    words = [word.lstrip("+~").partition("=")[0] for job in jobs for word in job.argv if word not in common]
+    keys = [key for key in dict.fromkeys(words) if "." in key or key == "batch"] or ["optimizer.lr"]
+    return f"'trainer.run_dir=runs/{'-'.join(f'${{{key}}}' for key in keys)}'"
 
 
 def folders_of(options: dict[str, Any]) -> set[str]:

@@ -383,8 +383,9 @@ def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
     if batch % (unit := size * world):
         low = batch // unit * unit
         nearest = " or ".join(f"batch={b}" for b in (low, low + unit) if b)
+        own = "another batch_size" if batch % world else f"batch_size={batch // world}"  # which keeps the training
         raise ConfigError(
             f"batch={batch}: recipe.data('train') yields batches of {size} samples on each of {world} rank(s); give "
-            f"{nearest}, or another batch_size of the DataLoader"
+            f"the DataLoader {own}, or set {nearest}"
         )
     return size, batch // unit

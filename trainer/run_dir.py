@@ -106,8 +106,10 @@ def nothing_left(plan: "Plan", folder: Path) -> str:
         return ""
     made = manifest.get("decisions", {})
     ending = [name for name, callback in plan.callbacks.items() if callback.has_ended(made.get(name))]
+    epochs, steps = plan.options.max_epochs, plan.options.max_steps
     if plan.max_steps is not None and step >= plan.max_steps:
-        way = f"a trainer.max_steps above {step}"
+        by_epochs = epochs is not None and (steps is None or plan.max_steps < steps)
+        way = f"a trainer.max_epochs above {epochs:g}" if by_epochs else f"a trainer.max_steps above {step}"
     elif ending:
         way = f"another setting of callbacks.{ending[0]}"
     else:
