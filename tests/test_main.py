@@ -159,6 +159,9 @@ def test_runs_of_a_multirun_that_would_write_into_one_folder_are_refused_before_
     two = [job._replace(argv=["a=1", f"optimizer.lr={n}", f"batch={n}"]) for n, job in enumerate(jobs(settings))]
     with refuses("trainer.run_dir", "'trainer.run_dir=runs/${optimizer.lr}-${batch}'"):
         main.refuse_shared(two)
+    two = [job._replace(argv=[f"trainer.run_dir=runs/{n}", f"accumulate={n}"]) for n, job in enumerate(two)]
+    with refuses("trainer.run_dir", "'trainer.run_dir=runs/${accumulate}'"):
+        main.refuse_shared(two)
     main.refuse_shared(jobs(settings, dry_run=True))
     main.refuse_shared(jobs([(None, "runs/a"), (None, "runs/b"), (None, "x/a", {"dir": "ckpt-2"}), (None, None)]))
 

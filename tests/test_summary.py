@@ -64,6 +64,7 @@ def test_the_time_of_a_step_is_said_in_words():
     }
     assert grouped({"time/step": 0.0}) == {"time": "0 ms a step"}
     assert grouped({"time/mine": 3.0, **step}) == {"time": "20 ms a step  backward 60%, forward 30%  mine 3"}
+    assert grouped({"time/step": 12.0}) == {"time": "12 s a step"}
     assert grouped({"time/data": 0.5}) == {"time": "data 0.5"}
 
 

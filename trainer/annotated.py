@@ -185,7 +185,7 @@ def misfit(key: str, value: Any, kind: Any, shown: str) -> ConfigError:
         return ConfigError(f"{key}={shown}: must be {describe(kind)}{f'; did you mean {near[0]}?' if near else ''}")
     if key == "optimizer" and hasattr(value, "param_groups"):
         name = type(value).__name__
-        fix = f"give optimizer=lambda groups: torch.optim.{name}(groups, lr=1e-3)"
+        fix = f"give optimizer=lambda groups: {name}(groups, lr=1e-3)"
         return ConfigError(f"optimizer={name}(...): is one of a model that exists, and the run makes its own; {fix}")
     given = f"the class {value.__name__}" if isinstance(value, type) else describe(type(value)).removesuffix("(...)")
     return ConfigError(f"{key}={shown}: must be {describe(kind)}, not {given}")

@@ -133,7 +133,7 @@ def command(arguments: list[str]) -> int:
     from trainer.config.check import check
     from trainer.config.compose import compose
 
-    jobs, codes = compose(arguments, folders), [0]
+    jobs, codes, wrote = compose(arguments, folders), [0], list[bool]()
     if not jobs and {"-m", "--multirun"} & set(arguments) and not any(map(shows, arguments)):
         raise ConfigError("-m: gives no run, as glob(*) does for a key that is no group; give values, as in KEY=A,B")
     place = detect(dict(os.environ))
@@ -147,16 +147,16 @@ def command(arguments: list[str]) -> int:
     if len(jobs) > 1:
         refuse_shared(jobs)
         name_folders(jobs)
-    began = list[float]()
     for n, job in enumerate(jobs, start=1):
         if len(jobs) > 1:
             job = job._replace(messages=[(logging.INFO, f"run {n} of {len(jobs)}"), *job.messages])
-        began.append(time.time())
+        before = written(job)
         codes.append(run_guarded(lambda: run(*job)))  # noqa: B023 called at once
+        wrote.append(written(job) != before)
         if codes[-1] in (STOPPED, 130):
             break
     if len(jobs) > 1:
-        compare(jobs, codes[1:], began)
+        compare(jobs, codes[1:], wrote)
     return max(codes)
 
 
@@ -192,7 +192,13 @@ def folder_each(jobs: "list[Job]") -> str:
     """Return a setting that gives each run of a multirun a folder, by the keys in which the runs differ."""
     common = set(jobs[0].argv).intersection(*(job.argv for job in jobs))
     words = [word.lstrip("+~").partition("=")[0] for job in jobs for word in job.argv if word not in common]
-    keys = [key for key in dict.fromkeys(words) if "." in key or key == "batch"] or ["optimizer.lr"]
+    own = ("batch", "micro_batch", "accumulate")  # other words without a dot choose a file
+    keys = [
+        key
+        for key in dict.fromkeys(words)
+        if key in own or ("." in key and key not in ("trainer.run_dir", "trainer.resume"))
+    ]
+    keys = keys or ["optimizer.lr"]
     return f"'trainer.run_dir=runs/{'-'.join(f'${{{key}}}' for key in keys)}'"
 
 
@@ -216,11 +222,17 @@ def name_folders(jobs: "list[Job]") -> None:
             taken.add(options["run_dir"])
 
 
-def compare(jobs: "list[Job]", codes: list[int], began: list[float]) -> None:
+def written(job: "Job") -> list[tuple[str, int]]:
+    """Return the files of a run that its report reads, each with the time of its last change."""
+    folder = job.config["trainer"]["run_dir"]
+    return [(path.name, path.stat().st_mtime_ns) for path in sorted(Path(folder).glob("*.json*"))] if folder else []
+
+
+def compare(jobs: "list[Job]", codes: list[int], wrote: list[bool]) -> None:
     """Print a table of the jobs that have begun. A resumed run has a table of its own: its folder is not known here."""
     begun = [
-        (Path(options["run_dir"]), job.config, code, start)
-        for job, code, start in zip(jobs, codes, began, strict=False)
+        (Path(options["run_dir"]), job.config, code, new)
+        for job, code, new in zip(jobs, codes, wrote, strict=False)
         if (options := job.config["trainer"])["run_dir"] and not options["dry_run"]
     ]
     if len(begun) > 1:  # an error here is no run's

@@ -231,7 +231,7 @@ def step_in_words(numbers: Mapping[str, float]) -> list[str]:
     step = numbers["time/step"]
     parts = sorted(((numbers.get(f"time/{part}", 0.0), part) for part in PARTS), reverse=True)
     shares = [f"{part} {seconds / step:.0%}" for seconds, part in parts if seconds >= LEAST * step > 0]
-    words = [f"{readable(1e3 * step)} ms a step", ", ".join(shares)]
+    words = [f"{readable(step)} s a step" if step >= 10 else f"{readable(1e3 * step)} ms a step", ", ".join(shares)]
     spread, slowest = numbers.get("time/spread", 0.0), numbers.get("time/slowest_rank")
     if spread >= LEAST and slowest is not None:
         words.append(f"rank {slowest:.0f} is the slowest, by {spread:.0%}")

@@ -69,6 +69,13 @@ def test_the_config_is_that_of_no_recipe_in_conf() -> None:
     Path("ownline/inherits.py").write_text("from ownline.my_line import Line\n\nclass Other(Line):\n    pass\n")
     (job,) = compose(["recipe=ownline/inherits.py", "batch=8"], [CONF])
     assert job.config["recipe"]["_target_"] == "ownline.inherits.Other"
+    Path("ownline/both.py").write_text(
+        "from ownline import my_line\n"
+        + Path("ownline/my_line.py").read_text()
+        + "\n\nclass Child(Line):\n    pass\n\nclass Net(nn.Module):\n    pass\n"
+    )
+    with refuses("recipe=ownline/both.py", "2 recipes: Line, Child"):
+        compose(["recipe=ownline/both.py", "batch=8"], [CONF])
     (first, second) = compose(["-m", "recipe=ownline/my_line.py:Line", "batch=8,9"], [CONF])
     assert [first.argv[0], second.argv[0]] == ["recipe=ownline/my_line.py:Line"] * 2
     assert [first.argv[1], second.argv[1]] == ["batch=8", "batch=9"]

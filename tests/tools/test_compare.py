@@ -1,7 +1,6 @@
 """Runs side by side in the terminal: a row for each, with changed keys, last and best values; the same as JSON."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -75,6 +74,8 @@ def test_without_a_loss_another_metric_of_the_validation_decides(tmp_path, capsy
         compare(folders, False, False, by="x")
     assert compare(folders, False, False, by="min x") == 0
     assert "best: a, x 1 at step 1" in capsys.readouterr().out
+    assert compare(folders, True, False, by="max x") == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["b", "a"]
     write_lines(folders[0] / "metrics.jsonl", [{"step": 1, "val/mse": 1.0}])
     with refuses("--by=val/mae", "val/mse"):
         compare(folders, False, False, by="val/mae")
@@ -106,9 +107,8 @@ def test_a_job_of_a_sweep_that_made_no_run_has_a_row(tmp_path, capsys, monkeypat
     (crashed / "summary.json").write_text('{"stopped": "error", "error": "no memory", "steps": 0}')
     write_lines(old / "metrics.jsonl", [{"step": 1, "val/loss": 0.1}])  # of an earlier run
     (old / "summary.json").write_text('{"stopped": "max_steps"}')
-    os.utime(old / "metrics.jsonl", (1.0, 1.0)), os.utime(old / "summary.json", (1.0, 1.0))
-    jobs = [(refused, {"batch": 0}, 78, 2.0), (crashed, {"batch": 999}, 1, 2.0), (old, {"batch": 1}, 78, 2.0)]
-    assert compare_jobs([*jobs, (finished, {"batch": 8}, 0, 2.0), (cut, {"batch": 2}, 130, 2.0)]) == 0
+    jobs = [(refused, {"batch": 0}, 78, False), (crashed, {"batch": 999}, 1, True), (old, {"batch": 1}, 78, False)]
+    assert compare_jobs([*jobs, (finished, {"batch": 8}, 0, True), (cut, {"batch": 2}, 130, False)]) == 0
     rows = rows_of(capsys.readouterr().out.splitlines())
     assert [row[:4] for row in rows[1:6]] == [
         ["f", "finished", "1", "8"], ["r", "refused", "0", "0"], ["c", "crashed", "0", "999"],

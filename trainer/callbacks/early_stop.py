@@ -5,9 +5,8 @@ from typing import Any, Literal
 
 from trainer.annotated import NonNegativeFloat, PositiveInt
 from trainer.callback import Callback
-from trainer.checkpoint.direction import warn_of_direction
+from trainer.checks.callback import check_watched
 from trainer.context import Context
-from trainer.errors import ConfigError
 
 
 class EarlyStop(Callback):
@@ -24,14 +23,7 @@ class EarlyStop(Callback):
         self.best, self.best_step, self.bad = math.inf, 0, 0
 
     def on_fit_start(self, trainer) -> None:
-        if trainer.plan.validate_every is None:
-            raise ConfigError(
-                f"callbacks.early_stop.metric={self.metric}: this run validates only at its end; give "
-                "trainer.validate_every, or leave early_stop out (~callbacks.early_stop)"
-            )
-        other = "min" if self.mode == "max" else "max"
-        setting, fix = (f"callbacks.early_stop.mode={mode}" for mode in (self.mode, other))
-        warn_of_direction(setting, self.metric, self.mode == "max", fix)
+        check_watched("early_stop", trainer.plan, self.metric, self.mode)
         self._stop_if_due(trainer)  # a resumed run may have been stopped already
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:

@@ -8,9 +8,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as Scheduler
 
 from trainer.annotated import Below, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from trainer.callback import Callback
-from trainer.checkpoint.direction import warn_of_direction
+from trainer.checks.callback import check_watched
 from trainer.errors import ConfigError
 from trainer.log import log
+
+LATE = 1 << 62  # a step after every warm-up
 
 
 class ReduceLROnPlateau(Callback):
@@ -44,19 +46,12 @@ class ReduceLROnPlateau(Callback):
         )  # fmt: skip
 
     def on_fit_start(self, trainer) -> None:
-        if trainer.plan.validate_every is None:
-            raise ConfigError(
-                f"callbacks.reduce_lr_on_plateau.metric={self.metric}: this run validates only at its end; set "
-                "trainer.validate_every, or leave reduce_lr_on_plateau out"
-            )
+        check_watched("reduce_lr_on_plateau", trainer.plan, self.metric, self.mode)
         if not trainer.plan.rate.is_constant(LATE):
             raise ConfigError(
                 "callbacks.reduce_lr_on_plateau: the schedule changes the rates at each step; set schedule=constant, "
                 "or leave reduce_lr_on_plateau out"
             )
-        other = "min" if self.mode == "max" else "max"
-        setting, fix = (f"callbacks.reduce_lr_on_plateau.mode={mode}" for mode in (self.mode, other))
-        warn_of_direction(setting, self.metric, self.mode == "max", fix)
 
     def on_validation_end(self, trainer, metrics: dict[str, float]) -> None:
         if not trainer.plan.rate.is_constant(trainer.step + trainer.plan.ahead):
@@ -78,13 +73,14 @@ class ReduceLROnPlateau(Callback):
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self.scheduler, name) for name in STATE}
+        scheduler = self.scheduler
+        return {
+            "best": scheduler.best,
+            "num_bad_epochs": scheduler.num_bad_epochs,
+            "cooldown_counter": scheduler.cooldown_counter,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.best = float(state["best"])
         self.scheduler.num_bad_epochs = int(state["num_bad_epochs"])
         self.scheduler.cooldown_counter = int(state["cooldown_counter"])
-
-
-LATE = 1 << 62  # a step after every warm-up
-STATE = ("best", "num_bad_epochs", "cooldown_counter")

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer.callback import HOOKS, Callback
+from trainer.checkpoint.direction import warn_of_direction
 from trainer.checkpoint.serialize import Pack
 from trainer.checks.recipe import describe, number_of, other_parameters
 from trainer.data.batch import Split
@@ -55,6 +56,18 @@ def refuse_other_value(name: str, hook: str, value: Any) -> None:
     optimizer = hook == "wrap_optimizer" and not hasattr(value, "param_groups")
     if value is None or isinstance(value, type) or not isinstance(value, kind) or optimizer:
         raise ConfigError(f"callbacks.{name}.{hook}(): returned {describe(value)}; return {expected}")
+
+
+def check_watched(name: str, plan: Any, metric: str, mode: str) -> None:
+    """Refuse a run without validations to watch; warn if the metric's name contradicts `mode`, `min` or `max`."""
+    if plan.validate_every is None:
+        raise ConfigError(
+            f"callbacks.{name}.metric={metric}: this run validates only at its end; give trainer.validate_every, or "
+            f"leave {name} out (~callbacks.{name})"
+        )
+    other = "min" if mode == "max" else "max"
+    setting, fix = (f"callbacks.{name}.mode={each}" for each in (mode, other))
+    warn_of_direction(setting, metric, mode == "max", fix)
 
 
 def owner(call: Callable[..., Any], callbacks: Mapping[str, Callback]) -> str:

@@ -165,7 +165,8 @@ def original_override(override: str) -> str:
     """Undo the changes that `normalize` and, in a multirun, Hydra have made to an override."""
     if override.startswith("~"):
         return override.removesuffix("=null")
-    override = override.replace("\\ ", " ")  # a multirun escapes spaces
+    if not {'"', "'"} & set(override):
+        override = override.replace("\\ ", " ")  # a multirun escapes spaces, and keeps quotes
     return re.sub(r"\$\\{.*?\\}", lambda found: re.sub(r"\\(.)", r"\1", found[0]), override.removeprefix("++"))
 
 

@@ -79,7 +79,8 @@ def only_recipe(word: str, tree: ast.Module) -> str:
     """Return the name of the module's one class with the methods of a recipe."""
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     found = [node.name for node in classes if {getattr(item, "name", None) for item in node.body} >= METHODS]
-    found = found or [node.name for node in classes if inherits(node, tree)]
+    parents = {*found} or imported_from_here(tree)
+    found += [node.name for node in classes if parents & {base.id for base in node.bases if isinstance(base, ast.Name)}]
     if len(found) != 1:
         what = f"has {len(found)} recipes: {', '.join(found)}" if found else "has no class with model, data and loss"
         name = (found or [node.name for node in classes] or ["CLASS"])[0]
@@ -87,15 +88,14 @@ def only_recipe(word: str, tree: ast.Module) -> str:
     return found[0]
 
 
-def inherits(node: ast.ClassDef, tree: ast.Module) -> bool:
-    """Return whether a class may have methods of a recipe in the working folder, by its imports."""
-    own = {
+def imported_from_here(tree: ast.Module) -> set[str]:
+    """Return the names that a module imports from the working folder: a class may inherit from them."""
+    return {
         alias.asname or alias.name
-        for each in ast.walk(tree)
-        if isinstance(each, ast.ImportFrom) and (each.level or in_working_folder(str(each.module).partition(".")[0]))
-        for alias in each.names
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.level or in_working_folder(str(node.module).partition(".")[0]))
+        for alias in node.names
     }
-    return any(isinstance(base, ast.Name) and base.id in own for base in node.bases)
 
 
 def in_working_folder(package: str) -> bool:

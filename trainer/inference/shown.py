@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
 from torch import Tensor
-from yaml.representer import SafeRepresenter
+from yaml.representer import Representer, SafeRepresenter
 
 from trainer.context import Context
 from trainer.process.notebook import table
@@ -25,8 +24,8 @@ class Summary(dict[str, Any]):
         return table((name, in_words(value)) for name, value in self.items() if name != "versions")
 
 
-for dumper in (yaml.Dumper, yaml.SafeDumper):
-    dumper.add_representer(Summary, SafeRepresenter.represent_dict)
+for representer in (Representer, SafeRepresenter):  # of all dumpers, those in C too
+    representer.add_representer(Summary, SafeRepresenter.represent_dict)
 
 
 def in_words(value: Any) -> str:
@@ -61,12 +60,8 @@ def facts(trainer: Context) -> list[tuple[str, str]]:
 def short(value: Any) -> str:
     """Return a sample's prediction in a few characters."""
     if isinstance(value, Tensor):
-        more = ", ..." if value.numel() > SHOWN else ""
-        value = (
-            ", ".join(
-                readable(each) if isinstance(each, float) else str(each) for each in value.flatten()[:SHOWN].tolist()
-            )
-            + more
-        )
-    text = readable(value) if isinstance(value, float) else str(value)
+        numbers = map(in_words, value.flatten()[:SHOWN].tolist())
+        text = ", ".join([*numbers, "..."] if value.numel() > SHOWN else numbers)
+    else:
+        text = in_words(value)
     return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."

@@ -95,7 +95,14 @@ class Strategy(Protocol):
         """
 
 
-class SingleDevice:
+class Described:
+    """Shows a strategy by its share of the data."""
+
+    def __repr__(self) -> str:
+        return called(self, "data_rank", "data_world", "whole")
+
+
+class SingleDevice(Described):
     """The strategy for one rank: the model itself. `owned` is for strategies that inherit from this one."""
 
     data_rank, data_world, whole, lockstep, syncing = 0, 1, True, False, True
@@ -108,9 +115,6 @@ class SingleDevice:
         refuse_meta(model)
         self.model = self.module = model
         self.parameters = trained(model)
-
-    def __repr__(self) -> str:
-        return called(self, "data_rank", "data_world", "whole")
 
     def sync_gradients(self, on: bool) -> None:
         self.syncing = on

@@ -43,6 +43,7 @@ def compare(folders: list[Path], as_json: bool, everything: bool, by: str | None
     runs = [read_run(folder, name, 1, 1) for folder, name in zip(folders, names_of(folders), strict=True)]
     if by:
         sort_by(runs, by)
+        runs = ordered(runs, watched(runs))
     if as_json:
         print(json.dumps(finite(as_object(runs)), indent=1, default=str))
     else:
@@ -50,11 +51,8 @@ def compare(folders: list[Path], as_json: bool, everything: bool, by: str | None
     return 0
 
 
-def compare_jobs(jobs: Sequence[tuple[Path, Mapping[str, Any], int, float]]) -> int:
-    """Show the jobs of a sweep. A job that made no run has a row too.
-
-    Each job has its folder, its config, its exit code, and when it began, in Unix seconds.
-    """
+def compare_jobs(jobs: Sequence[tuple[Path, Mapping[str, Any], int, bool]]) -> int:
+    """Show the jobs of a sweep, also those that made no run: folder, config, exit code, and whether it wrote files."""
     names = names_of([job[0] for job in jobs])
     show([of_job(name, *job) for name, job in zip(names, jobs, strict=True)], False)
     return 0
@@ -64,11 +62,10 @@ def show(runs: list[Run], everything: bool) -> None:
     """Print the runs, the best first. A single run is shown as a list of its values."""
     console = Console(highlight=False, markup=False)
     metric = watched(runs)
-    runs = sorted(runs, key=lambda run: rank_of(run, metric))
+    runs = ordered(runs, metric)
     names, found = Column("run", [run.name for run in runs]), columns(runs, metric, everything)
     if len(runs) == 1:
-        both = Column("run", [column.head for column in found]), Column(runs[0].name, [c.cells[0] for c in found])
-        tables = [[*both]]
+        tables = [[Column("run", [c.head for c in found]), Column(runs[0].name, [c.cells[0] for c in found])]]
     else:
         tables = [[names, *block] for block in blocks(found, names, console.width)]
     for table in tables:
@@ -117,10 +114,11 @@ def watched(runs: list[Run]) -> str:
     return next((name for name in order if name in known), "val/loss")
 
 
-def rank_of(run: Run, metric: str) -> tuple[bool, float]:
-    """Return the key by which runs are sorted: the best first, and last those without a value."""
-    best = best_of(run, metric) if metric in run.metrics else None
-    return best is None, -direction(run, metric) * best[0] if best else 0.0
+def ordered(runs: list[Run], metric: str) -> list[Run]:
+    """Sort runs by the metric: the best first, and last those without a value."""
+    best = [best_of(run, metric) if metric in run.metrics else None for run in runs]
+    ranks = [-direction(run, metric) * one[0] if one else math.inf for run, one in zip(runs, best, strict=True)]
+    return [run for _, run in sorted(zip(ranks, runs, strict=True), key=lambda pair: pair[0])]
 
 
 def columns(runs: list[Run], metric: str, everything: bool) -> list[Column]:
@@ -205,7 +203,7 @@ def main() -> int:
     parser = ArgumentParser(prog="echelon compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, as in runs/NAME")
     parser.add_argument("--json", action="store_true", help="prints JSON, with all metrics")
-    parser.add_argument("--by", metavar="METRIC", help="sorts by this metric: val/loss, or 'max val/accuracy'")
+    parser.add_argument("--by", metavar="METRIC", help="sorts by this metric: NAME, 'max NAME' or 'min NAME'")
     parser.add_argument("--all", action="store_true", help="shows all metrics, not only val/, train/loss and speed")
     given = parser.parse_args()
     tolerate_closed_pipes()

@@ -14,7 +14,6 @@ from torch.distributed import pipelining
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from trainer.annotated import called
 from trainer.callbacks.pipeline.stages import KEY, StageGates, padded
 from trainer.checkpoint.parts import read_all
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
@@ -30,7 +29,7 @@ from trainer.parallel.layout import Layout, homes
 from trainer.parallel.modes import evaluating
 from trainer.parallel.placeholder import Placeholder
 from trainer.parallel.reducer import Reducer
-from trainer.parallel.strategy import OutputElsewhere, own_names, trained, zero_loss
+from trainer.parallel.strategy import Described, OutputElsewhere, own_names, trained, zero_loss
 from trainer.rng import PIPELINE, generators_of, mix
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -64,7 +63,7 @@ class Exchange(NamedTuple):
     works: list[Any]
 
 
-class Pipeline:
+class Pipeline(Described):
     """One or two stages of the model on each rank, and replicas of the whole pipeline.
 
     Gradients are reduced over a stage's replicas alongside the last backward passes. A tied parameter that two ranks
@@ -118,9 +117,6 @@ class Pipeline:
         # The form of each stage's output, fixed once there is a schedule.
         self.metas: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
         self._lay_out(blocks)
-
-    def __repr__(self) -> str:
-        return called(self, "data_rank", "data_world", "whole")
 
     def _lay_out(self, blocks: Sequence[nn.Module]) -> None:
         names = {id(p): name for name, p in self.model.named_parameters()}  # for a tied parameter, its first name

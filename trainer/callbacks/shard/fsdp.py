@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from trainer.annotated import called
 from trainer.checkpoint.serialize import load_optimizer_state, optimizer_state
 from trainer.checkpoint.sharded import parts_of, read_like
 from trainer.comm.bucket import Bucket, Piece
@@ -30,11 +29,11 @@ from trainer.comm.slices import cut_like, is_sharded, local, span
 from trainer.comm.two_level import TwoLevel
 from trainer.errors import ConfigError, DataError
 from trainer.parallel.meta import initialise, on_meta, refuse_without_reset
-from trainer.parallel.strategy import trained
+from trainer.parallel.strategy import Described, trained
 from trainer.parallel.warmup import constants, integer_buffers
 
 
-class FSDP:
+class FSDP(Described):
     """Shards the model by rows. A block's parameters are whole only while the block computes.
 
     Papers: Rajbhandari et al. 2020, arXiv:1910.02054, stage 3; Zhao et al. 2023, arXiv:2304.11277. Parameters and
@@ -92,9 +91,6 @@ class FSDP:
                 own = [p for p in own_parameters(unit) if p.requires_grad]
                 unit.set_all_reduce_hook(partial(self._reduce_across, own))
         self.model: nn.Module = Sharded(self)
-
-    def __repr__(self) -> str:
-        return called(self, "data_rank", "data_world", "whole")
 
     def _shared_or_meta(self, model: nn.Module) -> nn.Module | None:
         """Broadcast rank 0's weights and buffers; for a model on the meta device return a copy to initialise from."""

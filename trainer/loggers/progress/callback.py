@@ -48,7 +48,8 @@ class Progress(Callback):
                 shows = {name: value for name, value in shows.items() if name != "time/step"}
         self.metrics = shows or self.metrics
         if self.bar is not None:
-            self.bar.note(trainer.step, shows)
+            if shows:
+                self.bar.note(trainer.step, shows)
             now = time.monotonic()
             if now - self.shown_at > timeouts.REFRESH_S:
                 self.bar.advance(trainer.step)

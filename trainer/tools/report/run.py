@@ -100,12 +100,12 @@ def read_run(folder: Path, name: str, most: int, spans: int = 128) -> Run:
     return Run(folder, name, shown, metrics.last_step, ranks, exchanges, events, advice, config, summary, notes)
 
 
-def of_job(name: str, folder: Path, config: Mapping[str, Any], code: int, began: float) -> Run:
-    """Read the run of a sweep's job that began at a time, in Unix seconds, and ended with an exit code.
+def of_job(name: str, folder: Path, config: Mapping[str, Any], code: int, wrote: bool) -> Run:
+    """Read the run of a sweep's job by its exit code, and by whether it wrote files into its folder.
 
-    A job that was refused made no run, or has left that of an earlier one in its folder.
+    A job that was refused wrote none, and the folder may have those of an earlier run.
     """
-    if any(written(folder / file) >= began for file in ("summary.json", "events.jsonl", "metrics.jsonl")):
+    if wrote:
         run = read_run(folder, name, 1, 1)
     else:
         run = Run(folder, name, {}, 0, RankTimes(1), [], [], [], {}, {}, [])
@@ -114,14 +114,6 @@ def of_job(name: str, folder: Path, config: Mapping[str, Any], code: int, began:
         stopped = REFUSED if code in (CONFIG, DATA) else "signal" if code in (STOPPED, 130) else "error"
         run.summary = {**run.summary, "stopped": stopped}
     return run
-
-
-def written(file: Path) -> float:
-    """Return when a file was written, in Unix seconds; -1 if there is none."""
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return -1.0
 
 
 def read_events(folder: Path) -> tuple[list[dict[str, Any]], str]:
