@@ -19,7 +19,7 @@ from trainer.process.early import stop_early
 
 stop_early()
 
-from trainer.config.folders import CONF, TYPED, choices, config_dirs
+from trainer.config.folders import CONF, TYPED, choices, config_dirs, naming_defaults
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
 from trainer.process.environment import USUAL, avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
@@ -314,7 +314,8 @@ def run(config: dict[str, Any], recipe: str, argv: list[str], messages: Sequence
     staged = any("stages" in callback for callback in config["callbacks"].values())  # whose ranks share samples
     early = not options.resume and not staged and isinstance(options.nodes, int)
     if early and isinstance(world, int):  # else the plan does this
-        split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
+        with naming_defaults(argv):
+            split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     show(messages, place.rank)
     os.environ.update(USUAL | os.environ)
     avoid_foreign_cache(os.environ)

@@ -192,7 +192,9 @@ class Plan:
         for split, part in {"train": source, **validation}.items():
             refuse_other_replicas(part, split, place.rank % self.data_world, self.data_world)
         if self.splits and source.batch_size:
-            self.micro, self.accumulate = split_by(source.batch_size, self.batch, self.data_world)
+            self.micro, self.accumulate = split_by(
+                source.batch_size, self.batch, self.data_world, resumed=bool(self.resumed)
+            )
         self.source: Source = self._limit(source, recipe)
         self.order = self.source.order(self.data.shuffle_shards, self.data.shuffle_window)
         if self.validation is None and self.options.validate_every is not None:
@@ -387,18 +389,21 @@ def split_over(callbacks: Mapping[str, Callback], world: int) -> int:
     return world
 
 
-def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
+def split_by(size: int, batch: int, world: int, resumed: bool = False) -> tuple[int, int]:
     """Split a batch into the batches of an iterable, which have `size` samples each.
+
+    A resumed run should keep its batch, so the message suggests another size for the iterable first.
 
     Raises:
         ConfigError: It does not divide.
     """
     if batch % (unit := size * world):
         low = batch // unit * unit
-        nearest = " or ".join(f"batch={b}" for b in (low, low + unit) if b)
+        several = " or ".join(f"batch={b}" for b in dict.fromkeys((unit, low, low + unit)) if b)
         own = "another batch_size" if batch % world else f"batch_size={batch // world}"  # which keeps the training
+        ways = [f"set {several}", f"give the DataLoader {own}"]
         raise ConfigError(
-            f"batch={batch}: recipe.data('train') yields batches of {size} samples on each of {world} rank(s); give "
-            f"the DataLoader {own}, or set {nearest}"
+            f"batch={batch}: recipe.data('train') yields batches of {size} samples on each of {world} rank(s); "
+            + ", or ".join(reversed(ways) if resumed else ways)
         )
     return size, batch // unit
