@@ -111,10 +111,11 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     names = [Path(words[1]).name for words in echoed]
     assert [re.sub(r"\d{8}-\d{6}$", "TIME", name) for name in names] == ["toy-lr-0.001-TIME", "toy-lr-0.003-TIME"]
     table = done.out.rpartition("finished at step")[2]
-    assert re.search(r"^run +state +steps +time +optimizer.lr", table, re.MULTILINE)
-    rows = re.findall(r"^(toy-lr-\S+) +finished +2 +\S+ s +(0.00[13])", table, re.MULTILINE)
-    assert sorted(rows) == [(names[0], "0.001"), (names[1], "0.003")]
-    assert table.endswith(f"curves: echelon report {' '.join(f'runs/{name}' for name, _ in rows)}\n")
+    assert re.search(r"^run +best val/loss +optimizer.lr +at step +state +steps", table, re.MULTILINE)
+    rows = re.findall(r"^[12] lr-\S+ +\S+ +0.00([13]) +2 +finished +2 ", table, re.MULTILINE)
+    assert sorted(rows) == ["1", "3"]
+    best_first = (next(name for name in names if f"lr-0.00{digit}" in name) for digit in rows)
+    assert table.endswith(f"curves: echelon report {' '.join(f'runs/{name}' for name in best_first)}\n")
     runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert len(runs) == 2
     assert sorted(OmegaConf.load(folder / "config.yaml").optimizer.lr for folder in runs) == [1e-3, 3e-3]
@@ -128,7 +129,7 @@ def test_a_stopped_sweep_names_the_runs_that_were_not_started_and_continues(tmp_
     sweep = ["-m", *probe, "trainer.max_steps=2,9,1", "trainer.run_dir=runs/r${trainer.max_steps}"]
     stopped = toy(sweep, tmp_path)
     table = stopped.out.rpartition("resume with")[2]
-    assert stopped.code == 75 and re.search("r2 +finished", table) and "stopped by a signal" in table
+    assert stopped.code == 75 and re.search("r2 .*finished", table) and "stopped by a signal" in table
     hint = "start each without -m; with 'trainer.run_dir=runs/${trainer.max_steps}' trainer.resume=auto, a sweep"
     line = f"echelon: 1 of 3 runs were not started: trainer.max_steps=1; {hint} continues when it is typed again\n"
     assert stopped.err == line
