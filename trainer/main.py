@@ -26,6 +26,7 @@ from trainer.process.environment import USUAL, avoid_foreign_cache, detect, forg
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
 from trainer.process.signals import SignalListener, StartupSignals, undo_inherited
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
+from trainer.redact import redact_argument
 
 if TYPE_CHECKING:
     from trainer.config.compose import Job
@@ -129,8 +130,7 @@ def command(arguments: list[str]) -> int:
         print(f"echelon-trainer {trainer.__version__} (torch {metadata.version('torch')})")
         return 0
     if arguments and "=" not in arguments[0] and arguments[0][:1] not in ("-", "~"):
-        word = printable(arguments[0])
-        raise ConfigError(f"{word}: is neither a tool nor KEY=VALUE; {nearest(word, tools())}; see --help")
+        raise unknown_word(arguments)
     from trainer.config.check import check
     from trainer.config.compose import compose
 
@@ -162,6 +162,14 @@ def command(arguments: list[str]) -> int:
         compare(jobs, codes[1:], wrote)
         print(not_started(jobs, len(wrote), again), end="", file=sys.stderr, flush=True)
     return max(codes)
+
+
+def unknown_word(arguments: list[str]) -> ConfigError:
+    word = printable(arguments[0])
+    if word in ("train", "fit", "run"):
+        rest = shlex.join(["echelon", *map(redact_argument, arguments[1:])])
+        return ConfigError(f"{word}: leave this word out, because echelon itself trains: {rest}")
+    return ConfigError(f"{word}: is neither a tool nor KEY=VALUE; {nearest(word, tools())}; see --help")
 
 
 def shows(word: str) -> bool:

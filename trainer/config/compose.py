@@ -109,7 +109,8 @@ def told_apart(job: Job, jobs: list[Job]) -> str:
     """Name a job by its recipe and the overrides that not all jobs share, for example bert_tiny-lr-0.001."""
     own = [word.lstrip("+~").partition("=") for word in own_words(job, jobs)]
     pairs = [(key.rpartition(".")[2], value) for key, _, value in own if key != "recipe"]
-    words = (re.sub("[^A-Za-z0-9._-]+", "-", word).strip("-") for word in (job.recipe, *itertools.chain(*pairs)))
+    words = (re.sub("[^A-Za-z0-9._-]+", "-", word) for word in (job.recipe, *itertools.chain(*pairs)))
+    words = (word.rstrip("-") if re.match(r"-[.\d]", word) else word.strip("-") for word in words)  # a sign stays
     return "-".join(filter(None, words))[:NAME]
 
 
