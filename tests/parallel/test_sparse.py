@@ -120,6 +120,7 @@ def train_long(place: Place) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_no_rank_dies_in_thousands_of_steps(tmp_path) -> None:
     """By torch's own all-reduce of sparse tensors, two of three such runs did not end."""
     assert run_ranks(3, train_long, timeout_s=600) == [6000] * 3
