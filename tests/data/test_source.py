@@ -33,7 +33,7 @@ class Seen(Callback):
         self.refs: list[int] = []
 
     def on_step_end(self, trainer) -> None:
-        own = [int(trainer.plan.source.bases[ref.shard]) + ref.offset for ref in trainer.data.refs]
+        own = [trainer.plan.source.bases[ref.shard] + ref.offset for ref in trainer.data.refs]
         self.refs += [number for part in trainer.ranks.gather(own) for number in part]
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from trainer.rng import seed_all
 
 KEY = 0x5EED
-PYTHON = random.Random(KEY).getrandbits(64)
-NUMPY = np.random.RandomState(KEY).random_sample()
-TORCH = torch.Generator().manual_seed(KEY).get_state()
+NEXT = random.Random(KEY).getrandbits(64), np.random.RandomState(KEY).random_sample()
+TORCH = torch.Generator().manual_seed(KEY).get_state().numpy().tobytes()
 
 
 def watch() -> None:
@@ -26,8 +25,8 @@ def untouched() -> bool:
 
     The positions of the generators alone would miss code that draws exactly as many numbers as a state has.
     """
-    drawn = random.getrandbits(64) == PYTHON and np.random.random_sample() == NUMPY
-    return drawn and torch.equal(torch.default_generator.get_state(), TORCH)
+    following = random.getrandbits(64), np.random.random_sample()
+    return following == NEXT and torch.default_generator.get_state().numpy().tobytes() == TORCH
 
 
 def same(one: Any, other: Any) -> bool:

@@ -31,7 +31,7 @@ from trainer.errors import (
     lacks_shared_memory,
     printable,
 )
-from trainer.rng import SAMPLE, keyed, mix_each, seed_all
+from trainer.rng import SAMPLE, keyed, mix, mix_each, seed_all, seed_python
 
 Transform = Callable[[Any, Generator], Any]
 
@@ -64,7 +64,8 @@ class Samples:
     ) -> None:
         self.reader, self.counts, self.fingerprint = reader, counts, fingerprint
         self.transform, self.seed, self.mixed = transform, seed, mixed
-        self.bases = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.bases: list[int] = self.starts.tolist()
         self.generators: list[Any] | None = None  # the data set's own; None: not searched yet in this process
         self.draws = self.compared = False  # whether samples draw random numbers, and whether two seeds were compared
 
@@ -100,7 +101,7 @@ class Samples:
 
     def numbers(self, refs: Refs) -> NDArray[np.int64]:
         """Return the places of samples in the stored order."""
-        return self.bases[refs.rows[:, 1]] + refs.rows[:, 2]
+        return self.starts[refs.rows[:, 1]] + refs.rows[:, 2]
 
     def _keys(self, refs: Refs) -> list[int]:
         """Return the key of each sample's random numbers."""
@@ -155,32 +156,43 @@ class Samples:
         return good, bad
 
     def _seed_last(self, refs: Refs) -> None:
-        """Leave a rank's generators as seeding each sample does, because code of the step may draw from them."""
+        """Leave a rank's generators as seeding each sample does, because code of the step may draw from them.
+
+        The trainer seeds torch's itself.
+        """
         if get_worker_info() is None:
-            seed_all(self._keys(refs[-1:])[0])
+            epoch, shard, offset = refs[-1]
+            seed_python(mix(self.seed, SAMPLE, epoch, self.bases[shard] + offset))
 
     def _read(self, refs: Refs, seeded: bool) -> tuple[list[Any], list[Bad]]:
-        good, bad, transform = list[Any](), list[Bad](), self.transform
-        keys = self._keys(refs) if seeded or transform else itertools.repeat(0)
+        good, bad = list[Any](), list[Bad]()
         read, places, fault = self.reader.reads(refs, at_once=not seeded)
-        for number, (place, key) in enumerate(zip(places, keys, strict=False)):
+        if seeded or self.transform:
+            samples = map(partial(self._make, read, seeded), places, self._keys(refs))
+        else:
+            samples = map(read, places)
+        while len(good) + len(bad) < len(refs):
             try:
-                if seeded:
-                    seed_all(key)
-                    seed_each(self.generators or [], key)
-                value = read(place)
-                good.append(value if transform is None else transform(value, keyed(key)))
+                good.extend(samples)  # up to a sample that can't be read
             except Dropped:
                 raise
             except DataError as error:
-                bad.append(Bad(refs[number], str(error), *self.reader.name(refs[number])))
+                ref = refs[len(good) + len(bad)]
+                bad.append(Bad(ref, str(error), *self.reader.name(ref)))
             except (*EXIT_CODES, MemoryError):
                 raise
             except Exception as error:
-                raise SampleFault(self._trace(refs[number], error)) from None
+                raise SampleFault(self._trace(refs[len(good) + len(bad)], error)) from None
         if fault and not bad:
             raise SampleFault(self._trace(refs[0], fault, "__getitems__ of the samples from this one on: ")) from None
         return good, bad
+
+    def _make(self, read: Callable[[Any], Any], seeded: bool, place: Any, key: int) -> Any:
+        if seeded:
+            seed_all(key)
+            seed_each(self.generators or [], key)
+        value = read(place)
+        return value if self.transform is None else self.transform(value, keyed(key))
 
     def collate(self, refs: Sequence[Ref], samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
         """Return the batch of these samples.

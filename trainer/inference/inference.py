@@ -107,7 +107,7 @@ class Inference:
     def _add(self, own: Predictions, source: Samples, micro: Micro, output: Any) -> None:
         left_out = {each.ref for each in micro.bad}
         refs = [ref for ref in micro.refs if ref not in left_out]
-        numbers = [int(source.bases[ref.shard]) + ref.offset for ref in refs]
+        numbers = [source.bases[ref.shard] + ref.offset for ref in refs]
         own.add(numbers, [str(source.reader.name(ref)[1]) for ref in refs], rows_of(output, len(refs)))
 
     def _open(self, split: str, weight: Callable[[Any], int] | None) -> tuple[Source | NamedSources, Loader]:
