@@ -1,4 +1,4 @@
-"""Tables of what other people's code may use here, name by name: given, or refused before the run."""
+"""Tables of what other people's code may use here, name by name: supported, or refused before the run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ class Table:
     Args:
         given: Name -> the test under tests/ that compares it with the library's own numbers.
         refused: Name -> the reason, and what to use instead.
-        notes: Name that is given -> what it sets here.
+        notes: Name that is supported -> what it sets here.
         without_effect: Name on which no number depends -> what happens instead.
     """
 
@@ -25,7 +25,7 @@ class Table:
         """Return the table in Markdown, under its title."""
         notes = {name: f"{note}; " for name, note in self.notes.items()}
         rows = [
-            f"| `{name}` | given | {notes.get(name, '')}{link(test)} |" for name, test in sorted(self.given.items())
+            f"| `{name}` | supported | {notes.get(name, '')}{link(test)} |" for name, test in sorted(self.given.items())
         ]
         rows += [f"| `{name}` | without effect | {note} |" for name, note in sorted(self.without_effect.items())]
         rows += [f"| `{name}` | refused | {reason} |" for name, reason in sorted(self.refused.items())]

@@ -28,6 +28,7 @@ from trainer.checkpoint.snapshot import Snapshot
 from trainer.config.options import DDPOptions
 from trainer.errors import ConfigError, DataError
 from trainer.loggers.metrics_file import MetricsFile
+from trainer.optim.schedule import Constant, Linear
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -365,6 +366,33 @@ def test_a_batch_that_ranks_do_not_divide_is_resumed_on_as_many_again():
     make(max_steps=2).fit()  # 12 samples, on 1 rank
     assert run_ranks(5, resumed_unevenly, 4) == [4] * 5
     assert run_ranks(5, resumed_unevenly, 6) == [6] * 5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (Linear(), "resume: the learning rate goes from 0.0125 to 0.025: schedule=linear now ends at step 8"),
+        (Constant(), ""),
+    ],
+)
+def test_a_rate_that_a_later_end_moves_is_named(schedule, told):
+    """The last of four steps has a quarter of the rate, and the fifth of eight has half of it."""
+    make(schedule=schedule).fit()
+    make(schedule=schedule, max_steps=8, resume="auto").fit()
+    log = Path("runs/r/logs/rank0.log").read_text()
+    assert ("the learning rate goes" in log) is bool(told) and told in log
+    before = len(log)
+    make(schedule=schedule, max_steps=8, resume="ckpt/r/step-00000008").close()
+    assert "the learning rate" not in Path("runs/r/logs/rank0.log").read_text()[before:]
+
+
+def test_settings_that_follow_from_the_ranks_are_no_warnings_of_their_own():
+    make(max_steps=2).fit()
+    run_ranks(2, resumed_unevenly, 4)
+    lines = [line.partition(" resume: ")[2] for line in Path("runs/r/logs/rank0.log").read_text().splitlines()]
+    (line,) = (line for line in lines if "in the checkpoint" in line)
+    assert line.startswith("1 rank in the checkpoint, 2 now (") and "micro_batch was 12 and is 6" in line
+    assert not any(line.startswith(("micro_batch", "machine.threads")) for line in lines)
 
 
 ODD = {

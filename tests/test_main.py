@@ -111,15 +111,42 @@ def test_multirun_makes_a_run_per_value(tmp_path):
     names = [Path(words[1]).name for words in echoed]
     assert [re.sub(r"\d{8}-\d{6}$", "TIME", name) for name in names] == ["toy-lr-0.001-TIME", "toy-lr-0.003-TIME"]
     table = done.out.rpartition("finished at step")[2]
-    assert re.search(r"^run +state +steps +time +optimizer.lr", table, re.MULTILINE)
-    rows = re.findall(r"^(toy-lr-\S+) +finished +2 +\S+ s +(0.00[13])", table, re.MULTILINE)
-    assert sorted(rows) == [(names[0], "0.001"), (names[1], "0.003")]
-    assert table.endswith(f"curves: echelon report {' '.join(f'runs/{name}' for name, _ in rows)}\n")
+    assert re.search(r"^run +best val/loss +optimizer.lr +at step +state +steps", table, re.MULTILINE)
+    rows = re.findall(r"^[12] lr-\S+ +\S+ +0.00([13]) +2 +finished +2 ", table, re.MULTILINE)
+    assert sorted(rows) == ["1", "3"]
+    best_first = (next(name for name in names if f"lr-0.00{digit}" in name) for digit in rows)
+    assert table.endswith(f"curves: echelon report {' '.join(f'runs/{name}' for name in best_first)}\n")
     runs = sorted(path for path in (tmp_path / "runs").iterdir() if path.is_dir())
     assert len(runs) == 2
     assert sorted(OmegaConf.load(folder / "config.yaml").optimizer.lr for folder in runs) == [1e-3, 3e-3]
     assert len({json.loads((folder / "summary.json").read_text())["train/loss"] for folder in runs}) == 2
     assert len(list((tmp_path / "ckpt").glob("*/step-00000002"))) == 2
+
+
+def test_a_stopped_sweep_names_the_runs_that_were_not_started_and_continues(tmp_path):
+    """The first run ends before the signal, the second is stopped by it, and the third does not start."""
+    probe = ["+callbacks=[probe]", "callbacks.probe.trouble=SIGINT", "callbacks.probe.step=3"]
+    sweep = ["-m", *probe, "trainer.max_steps=2,9,1", "trainer.run_dir=runs/r${trainer.max_steps}"]
+    stopped = toy(sweep, tmp_path)
+    table = stopped.out.rpartition("resume with")[2]
+    assert stopped.code == 75 and re.search("r2 .*finished", table) and "stopped by a signal" in table
+    hint = "start each without -m; with 'trainer.run_dir=runs/${trainer.max_steps}' trainer.resume=auto, a sweep"
+    line = f"echelon: 1 of 3 runs were not started: trainer.max_steps=1; {hint} continues when it is typed again\n"
+    assert stopped.err == line
+    done = toy([*sweep, "trainer.resume=auto", "callbacks.probe.trouble="], tmp_path)
+    assert done.code == 0 and "runs/r2 has finished at step 2" in done.out and "not started" not in done.err
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["r1", "r2", "r9"]
+    assert json.loads((tmp_path / "runs" / "r9" / "summary.json").read_text())["steps"] == 9
+
+
+def test_a_sweep_that_ends_at_once_has_last_words():
+    same = jobs([("auto", "runs/a")] * 3)
+    sweep = [job._replace(argv=["batch=8", f"optimizer.lr={n}"]) for n, job in enumerate(same)]
+    rest = main.not_started(sweep, 1, "")
+    assert rest.endswith("2 of 3 runs were not started: optimizer.lr=1; optimizer.lr=2; the same command continues\n")
+    assert main.not_started(sweep, 3, "") == ""
+    lines = main.last_words(sweep, 2, "").splitlines()
+    assert lines[0] == "echelon: the runs that ended: echelon compare runs/a" and "optimizer.lr=2" in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +287,7 @@ def test_resume_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tm
         rf"torch was 1.0\u001b[2J\n and is {torch.__version__}",
     ]
     assert "resumed from ckpt/r/step-00000004 at step 4, sample 48" in done.out
+    assert "the learning rate goes" not in done.out  # because of `optimizer.lr`, too
     assert json.loads((tmp_path / "runs/r/summary.json").read_text())["steps"] == 6
 
 

@@ -42,6 +42,12 @@ def test_a_misspelt_word(tmp_path, word, told):
     )
 
 
+def test_a_word_for_training_is_answered_with_the_command(tmp_path):
+    done = run(["train", "recipe=mine.py", "batch=8"], tmp_path)
+    line = "echelon: train: leave this word out, because echelon itself trains: echelon recipe=mine.py batch=8\n"
+    assert (done.code, done.err) == (78, line)
+
+
 def test_a_tools_exit_code_and_error_are_its_own(tmp_path):
     command = [*MAIN, "report", "none"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)

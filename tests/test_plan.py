@@ -32,7 +32,7 @@ def test_ranks_do_not_decide_again(monkeypatch):
     spec = RunSpec(**json.loads(json.dumps(asdict(decided))))
     for name in ("split_batch", "refuse_other_ranks", "refuse_more", "verify"):
         monkeypatch.setattr(f"trainer.plan.{name}", lambda *args, **how: pytest.fail("decides again"))
-    monkeypatch.setattr(Plan, "_max_steps", lambda plan: pytest.fail("decides again"))
+    monkeypatch.setattr(Plan, "_last_step", lambda plan: pytest.fail("decides again"))
     plan = make_plan(Toy(), place=Place(1, 3, 1, 3), spec=spec)
     assert plan.spec == decided and (plan.micro, plan.accumulate, plan.max_steps) == (2, 2, 16)
 

@@ -13,15 +13,28 @@ from torch.utils.data import DataLoader
 from toy_recipe import Toy
 
 from trainer.config.options import CheckpointOptions, DataOptions, Options
+from trainer.errors import ConfigError
 from trainer.loggers.metrics_file import MetricsFile
 from trainer.optim.schedule import Linear
-from trainer.plan import Plan
+from trainer.plan import Plan, split_by
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("tmp_path")
 
 SAMPLES, PEAK = 96, 1e-3
+
+
+@pytest.mark.parametrize(
+    ("resumed", "ways"),
+    [
+        (False, "set batch=24 or batch=48 or batch=72, or give the DataLoader batch_size=64"),
+        (True, "give the DataLoader batch_size=64, or set batch=24 or batch=48 or batch=72"),
+    ],
+)
+def test_the_batch_of_a_data_loader_is_offered_first_unless_a_resume_would_change_it(resumed, ways):
+    with pytest.raises(ConfigError, match=f"on each of 1 rank\\(s\\); {ways}$"):
+        split_by(24, 64, 1, resumed)
 
 
 def fit(batch: int, max_epochs: float, schedule: Any = None, **options: Any) -> list[dict[str, Any]]:

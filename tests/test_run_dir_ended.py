@@ -20,6 +20,7 @@ from toy_recipe import Toy
 from trainer.callbacks.early_stop import EarlyStop
 from trainer.callbacks.shard.callback import Shard
 from trainer.errors import ConfigError
+from trainer.log import log
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -158,6 +159,20 @@ def test_a_refused_run_leaves_no_folder_of_its_own(run_dir, made):
     with refuses("recipe.width=0"):
         make(Refuses(), run_dir=run_dir)
     assert everything() == ({made: None} if made else {})
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_that_is_refused_after_its_first_lines_leaves_no_log(older):
+    """A log of an earlier attempt stays."""
+    if older:
+        Path("runs/r/logs").mkdir(parents=True)
+        Path("runs/r/logs/rank0.log").write_text("earlier\n")
+    trainer = make(callbacks={"early_stop": EarlyStop()}, run_dir="runs/r")
+    log.info("a first line")
+    with refuses("callbacks.early_stop.metric", "trainer.validate_every"):
+        trainer.fit()
+    assert (b"earlier\n" in (everything().get("runs/r/logs/rank0.log") or b"")) is older
+    assert older or everything() == {}
 
 
 def test_a_folder_that_is_refused_leaves_none_for_checkpoints():

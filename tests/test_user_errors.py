@@ -113,7 +113,7 @@ def test_the_terminal_shows_the_users_frames_and_counts_the_others(where, folder
     assert failed.code == 1
     assert files(failed.err) == {"mine.py"}, failed.err
     assert failed.err.count("KeyError: 'mine'") == failed.err.count("ECHELON_TRACEBACK=1 shows them") == 1
-    assert re.search(r"^  \.\.\. \d+ frame\(s\) of trainer", failed.err, re.MULTILINE)
+    assert re.search(r"^  \.\.\. \d+ frame\(s\) of Echelon", failed.err, re.MULTILINE)
     assert len(failed.err.splitlines()) < 20, failed.err
     assert {"loop.py", "setup.py"} & files((folder / "runs/r/logs/rank0.log").read_text())
     assert summary(folder)["stopped"] == "error" and "KeyError: 'mine'" in summary(folder)["error"]
@@ -137,7 +137,7 @@ def test_the_sample_is_named_from_a_worker_too(where, workers, folder):
 
 def test_a_sample_that_is_none_is_one_line(folder):
     failed = fail(folder, "None", "data.workers=1")
-    assert (failed.code, failed.err.count("\n")) == (71, 1)
+    assert (failed.code, failed.err.count("\n")) == (78, 1)
     assert failed.err == "echelon: sample 7: is None; return the sample from the data set\n"
 
 

@@ -30,6 +30,7 @@ from trainer.context import Context
 from trainer.errors import NOT_FINITE, ConfigError, printable
 from trainer.log import doing, log
 from trainer.optim.groups import ParameterRules
+from trainer.optim.rates import Rates
 from trainer.plan import Plan
 from trainer.run_dir import versions
 from trainer.state import COUNTERS
@@ -39,6 +40,9 @@ OPTIONS = (
     "precision", "master_weights", "deterministic", "max_steps", "max_epochs", "clip_norm", "clip_value",
     "sync_batch_norm",
 )  # fmt: skip
+
+OF_RANKS = ("machine.threads was ", "micro_batch was ", "accumulate was ")  # differences that follow from other ranks
+OF_RATE = ("optimizer.lr was ", "schedule.")  # differences that move the learning rate by themselves
 
 SECTIONS = {**COUNTERS, "best": dict, "model": dict, "optimizer": dict, "callbacks": dict, "scaler": dict}
 SECTIONS |= {"quarantine": dict}
@@ -85,9 +89,11 @@ class Checkpointer:
     Attributes:
         parts: Name in the checkpoint -> any other stateful object. Filled at set-up.
         rules: Per-parameter settings that a resume compares. Set at set-up.
+        rates: The learning rates. Set at set-up.
     """
 
     rules: ParameterRules
+    rates: Rates
 
     def __init__(self, trainer: Context, plan: Plan) -> None:
         self.trainer, self.plan, self.state, self.saver = trainer, plan, trainer.state, trainer.saver
@@ -321,11 +327,19 @@ class Checkpointer:
 
     def _log_differences(self, other_world: bool) -> None:
         saved, trainer = self.plan.manifest, self.trainer
-        for difference in differences(saved, self.manifest([])):
-            log.warning("resume: %s", difference)
+        found = differences(saved, self.manifest([]))
+        follow = [each for each in found if other_world and each.startswith(OF_RANKS)]
+        for difference in found:
+            if difference not in follow:
+                log.warning("resume: %s", difference)
+        if not any(each.startswith(OF_RATE) for each in found) and (text := self.plan.moved_rate(self.rates.peaks[0])):
+            log.info("resume: %s", text)
         if other_world:
-            text = "resume: %d ranks in the checkpoint, %d now: the same samples, but not the same bits"
-            log.info(text, saved["world"], trainer.world)
+            ranks, more = saved["world"], f" ({'; '.join(follow)})" if follow else ""
+            log.info(
+                "resume: %d rank%s in the checkpoint, %d now%s: the same samples, but not the same bits",
+                ranks, "s" * (ranks > 1), trainer.world, more,
+            )  # fmt: skip
         elif saved["buckets"] != trainer.buckets:
             log.warning("resume: DDP laid its buckets out differently, so sums may differ in their last bits")
         if self.plan.order is None:

@@ -147,7 +147,7 @@ def fold(text: str) -> str:
 def package_of(file: str) -> str:
     """Return the package of a source file; "" for a file of the user."""
     if file.startswith(OWN):
-        return "trainer"
+        return "Echelon"
     if installed := re.search(r"/(?:site|dist)-packages/(\w+)", file):
         return installed[1]
     return "Python" if file.startswith((STANDARD, "<")) else ""

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -18,13 +19,14 @@ from trainer.process.early import stop_early
 
 stop_early()
 
-from trainer.config.folders import CONF, TYPED, choices, config_dirs
+from trainer.config.folders import CONF, TYPED, choices, config_dirs, naming_defaults
 from trainer.errors import STOPPED, ConfigError, nearest, printable
 from trainer.log import show
 from trainer.process.environment import USUAL, avoid_foreign_cache, detect, forget_ranks, raise_file_limit, refuse_nodes
 from trainer.process.exit import die_with_parent, exit_process, refuse_exit, run_guarded
-from trainer.process.signals import StartupSignals, undo_inherited
+from trainer.process.signals import SignalListener, StartupSignals, undo_inherited
 from trainer.process.stdio import open_standard_descriptors, tolerate_closed_pipes
+from trainer.redact import redact_argument
 
 if TYPE_CHECKING:
     from trainer.config.compose import Job
@@ -128,8 +130,7 @@ def command(arguments: list[str]) -> int:
         print(f"echelon-trainer {trainer.__version__} (torch {metadata.version('torch')})")
         return 0
     if arguments and "=" not in arguments[0] and arguments[0][:1] not in ("-", "~"):
-        word = printable(arguments[0])
-        raise ConfigError(f"{word}: is neither a tool nor KEY=VALUE; {nearest(word, tools())}; see --help")
+        raise unknown_word(arguments)
     from trainer.config.check import check
     from trainer.config.compose import compose
 
@@ -147,7 +148,9 @@ def command(arguments: list[str]) -> int:
     if len(jobs) > 1:
         refuse_shared(jobs)
         name_folders(jobs)
+    again = folder_each(jobs) if jobs else ""
     for n, job in enumerate(jobs, start=1):
+        SignalListener.last_words = last_words(jobs, n, again)
         if len(jobs) > 1:
             job = job._replace(messages=[(logging.INFO, f"run {n} of {len(jobs)}"), *job.messages])
         before = written(job)
@@ -157,7 +160,16 @@ def command(arguments: list[str]) -> int:
             break
     if len(jobs) > 1:
         compare(jobs, codes[1:], wrote)
+        print(not_started(jobs, len(wrote), again), end="", file=sys.stderr, flush=True)
     return max(codes)
+
+
+def unknown_word(arguments: list[str]) -> ConfigError:
+    word = printable(arguments[0])
+    if word in ("train", "fit", "run"):
+        rest = shlex.join(["echelon", *map(redact_argument, arguments[1:])])
+        return ConfigError(f"{word}: leave this word out, because echelon itself trains: {rest}")
+    return ConfigError(f"{word}: is neither a tool nor KEY=VALUE; {nearest(word, tools())}; see --help")
 
 
 def shows(word: str) -> bool:
@@ -222,6 +234,26 @@ def name_folders(jobs: "list[Job]") -> None:
             taken.add(options["run_dir"])
 
 
+def not_started(jobs: "list[Job]", begun: int, folder: str) -> str:
+    """Name the runs of a multirun after the first `begun` in a line, and how to continue; "" if there are none."""
+    from trainer.config.compose import own_words
+
+    rest = "; ".join(shlex.join(own_words(job, jobs)) or "(the same words)" for job in jobs[begun:])
+    if not rest:
+        return ""
+    how = "the same command continues"
+    if any(job.config["trainer"]["resume"] != "auto" for job in jobs):
+        how = f"start each without -m; with {folder} trainer.resume=auto, a sweep continues when it is typed again"
+    return f"echelon: {len(jobs) - begun} of {len(jobs)} runs were not started: {rest}; {how}\n"
+
+
+def last_words(jobs: "list[Job]", begun: int, folder: str) -> str:
+    """Return what to print if a signal ends this process at once in run `begun`, so that no table is printed."""
+    folders = [path for job in jobs[: begun - 1] if (path := job.config["trainer"]["run_dir"])]
+    ended = f"echelon: the runs that ended: {shlex.join(['echelon', 'compare', *folders])}\n" if folders else ""
+    return ended + not_started(jobs, begun, folder)
+
+
 def written(job: "Job") -> list[tuple[str, int]]:
     """Return the files of a run that its report reads, each with the time of its last change."""
     folder = job.config["trainer"]["run_dir"]
@@ -235,7 +267,7 @@ def compare(jobs: "list[Job]", codes: list[int], wrote: list[bool]) -> None:
         for job, code, new in zip(jobs, codes, wrote, strict=False)
         if (options := job.config["trainer"])["run_dir"] and not options["dry_run"]
     ]
-    if len(begun) > 1:  # an error here is no run's
+    if begun:  # an error here is no run's
         run_guarded(lambda: importlib.import_module("trainer.tools.compare").compare_jobs(begun))
 
 
@@ -290,7 +322,8 @@ def run(config: dict[str, Any], recipe: str, argv: list[str], messages: Sequence
     staged = any("stages" in callback for callback in config["callbacks"].values())  # whose ranks share samples
     early = not options.resume and not staged and isinstance(options.nodes, int)
     if early and isinstance(world, int):  # else the plan does this
-        split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
+        with naming_defaults(argv):
+            split_batch(config["batch"], world, config["micro_batch"], config["accumulate"])
     show(messages, place.rank)
     os.environ.update(USUAL | os.environ)
     avoid_foreign_cache(os.environ)

@@ -40,7 +40,7 @@ from trainer.data.source import Samples, Source, by_prefix
 from trainer.data.torch_loader import refuse_other_replicas
 from trainer.errors import ConfigError, DataError
 from trainer.log import log
-from trainer.optim.schedule import Schedule
+from trainer.optim.schedule import Schedule, ShapedRate
 from trainer.process.environment import Place, node_range
 
 
@@ -129,7 +129,7 @@ class Plan:
         self.ahead = self.done["samples"] // self.batch - self.done["step"]
         before = self.manifest.get("identity", {}).get("batch")
         self.batch_before = before if fits(before, int) and before > 0 else self.batch
-        self.max_steps = spec.max_steps if spec else self._max_steps()
+        self.max_steps = spec.max_steps if spec else self._last_step(self.options.max_steps, self.options.max_epochs)
         end = None if self.max_steps is None else self.max_steps + self.ahead
         self.rate = schedule.resolve(end, self.batch, self.epoch_samples)
         self._set_intervals()
@@ -192,7 +192,9 @@ class Plan:
         for split, part in {"train": source, **validation}.items():
             refuse_other_replicas(part, split, place.rank % self.data_world, self.data_world)
         if self.splits and source.batch_size:
-            self.micro, self.accumulate = split_by(source.batch_size, self.batch, self.data_world)
+            self.micro, self.accumulate = split_by(
+                source.batch_size, self.batch, self.data_world, resumed=bool(self.resumed)
+            )
         self.source: Source = self._limit(source, recipe)
         self.order = self.source.order(self.data.shuffle_shards, self.data.shuffle_window)
         if self.validation is None and self.options.validate_every is not None:
@@ -281,12 +283,25 @@ class Plan:
         refuse_other_manifests(manifest, f"trainer.resume={path}")
         return path, manifest
 
-    def _max_steps(self) -> int | None:
-        options = self.options
-        limits = [] if options.max_steps is None else [options.max_steps]
-        if options.max_epochs is not None:
-            limits.append(self.step_after("trainer.max_epochs", Duration(options.max_epochs, "epochs")))
+    def _last_step(self, max_steps: int | None, max_epochs: float | None) -> int | None:
+        limits = [] if max_steps is None else [max_steps]
+        if max_epochs is not None:
+            limits.append(self.step_after("trainer.max_epochs", Duration(max_epochs, "epochs")))
         return min(limits, default=None)
+
+    def moved_rate(self, peak: float) -> str:
+        """Describe how the next step's learning rate follows from a new limit of steps; "" if it does not."""
+        rate, step = self.rate, self.done["step"] + self.ahead
+        saved = [self.manifest.get("settings", {}).get(f"trainer.{name}") for name in ("max_steps", "max_epochs")]
+        known = all(value is None or (fits(value, float) and 0 < value < math.inf) for value in saved)
+        if not isinstance(rate, ShapedRate) or not known or not step or self.batch_before != self.batch:
+            return ""
+        end = self._last_step(*saved)
+        was = rate if end is None else rate.ending(end + self.ahead)
+        if was(step) == rate(step):
+            return ""
+        before, now = (f"{peak * factor:.3g}" for factor in (was(step - 1), rate(step)))
+        return f"the learning rate goes from {before} to {now}: schedule={rate.name} now ends at step {self.max_steps}"
 
     def step_after(self, key: str, given: Any) -> int:
         """Return the step at which a duration from the run's start ends. Samples and epochs count those trained on.
@@ -374,18 +389,21 @@ def split_over(callbacks: Mapping[str, Callback], world: int) -> int:
     return world
 
 
-def split_by(size: int, batch: int, world: int) -> tuple[int, int]:
+def split_by(size: int, batch: int, world: int, resumed: bool = False) -> tuple[int, int]:
     """Split a batch into the batches of an iterable, which have `size` samples each.
+
+    A resumed run should keep its batch, so the message suggests another size for the iterable first.
 
     Raises:
         ConfigError: It does not divide.
     """
     if batch % (unit := size * world):
         low = batch // unit * unit
-        nearest = " or ".join(f"batch={b}" for b in (low, low + unit) if b)
+        several = " or ".join(f"batch={b}" for b in dict.fromkeys((unit, low, low + unit)) if b)
         own = "another batch_size" if batch % world else f"batch_size={batch // world}"  # which keeps the training
+        ways = [f"set {several}", f"give the DataLoader {own}"]
         raise ConfigError(
-            f"batch={batch}: recipe.data('train') yields batches of {size} samples on each of {world} rank(s); give "
-            f"the DataLoader {own}, or set {nearest}"
+            f"batch={batch}: recipe.data('train') yields batches of {size} samples on each of {world} rank(s); "
+            + ", or ".join(reversed(ways) if resumed else ways)
         )
     return size, batch // unit

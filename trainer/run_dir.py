@@ -338,12 +338,20 @@ def start_log(run_dir: Path, rank: int) -> None:
     set_handlers(*handlers)
 
 
+def empty_log() -> None:
+    """Empty the log file that this process began, so that a refused run leaves no folder behind."""
+    for handler in log.handlers:
+        if isinstance(handler, LogFile) and handler.is_new:
+            with contextlib.suppress(OSError):
+                os.truncate(handler.file.path, 0)
+
+
 class LogFile(logging.Handler):
     """A log handler that tolerates a full disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.file = Appended(path)
+        self.file, self.is_new = Appended(path), not path.exists()
 
     def emit(self, record: logging.LogRecord) -> None:
         self.file.write(f"{self.format(record)}\n".encode())

@@ -17,6 +17,7 @@ from trainer.comm.nccl import NCCLOptions, in_words
 from trainer.comm.ranks import Ranks
 from trainer.config.build import build, build_options
 from trainer.config.check import TUNED, split_groups
+from trainer.config.folders import naming_defaults
 from trainer.config.options import DataOptions, Options
 from trainer.config.signature import sign
 from trainer.config.targets import LIBRARIES
@@ -101,7 +102,8 @@ def train(
         argv, spec, plain(flat(redact(config))), {},
         lambda run_dir: save_config(redact(config), run_dir), on_error, end_failed,
     )  # fmt: skip
-    trainer = make_trainer(config, place=place, name=name, command=command)
+    with naming_defaults(argv):
+        trainer = make_trainer(config, place=place, name=name, command=command)
     command.machine.update(arithmetic())  # after threads are bound and the device is chosen
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(trainer.run_dir / "logs" / "nccl-rank"))  # torch adds the rank
     if trainer.world == 1 and not os.isatty(0):  # at a terminal, a user may be in a debugger

@@ -152,7 +152,7 @@ def build(trainer: Context, plan: Plan, optimizer: MakeOptimizer) -> Components:
     watched = followed(trainer.module, trainer.world)
     trains = list(map(TRAINS, watched))
     _refuse_too_large(trainer)
-    rates = Rates(plan.rate, trainer.optimizer, resumed=bool(plan.resumed))
+    rates = checkpointer.rates = Rates(plan.rate, trainer.optimizer, resumed=bool(plan.resumed))
     settings = GroupSettings(trainer.optimizer)
     checkpointer.parts.update(scaler=trainer.scaler, quarantine=quarantine, rates=rates, group_settings=settings)
     passes = Accumulate(trainer.loss, trainer.strategy, trainer.scaler)

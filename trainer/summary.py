@@ -20,7 +20,7 @@ from trainer.comm.device import has_failed
 from trainer.comm.phases import Phase
 from trainer.comm.ranks import in_collective
 from trainer.context import Context
-from trainer.errors import NOT_FINITE, exit_code
+from trainer.errors import CONFIG, NOT_FINITE, exit_code
 from trainer.files import usual_permissions, write_json
 from trainer.log import doing, log
 from trainer.parallel.meta import on_host
@@ -28,7 +28,7 @@ from trainer.process.calling import echelon
 from trainer.process.crash import note_crash, read_summary
 from trainer.process.environment import detect
 from trainer.redact import HIDDEN
-from trainer.run_dir import versions
+from trainer.run_dir import empty_log, versions
 
 FIRST = 5  # the most samples that a message names
 PARTS = [phase.name.lower() for phase in Phase]
@@ -124,6 +124,8 @@ def report_error(
         if trainer.rank == 0 and not (trainer.run_dir / "config.yaml").exists():  # crashed before it was accepted
             with suppress(OSError):
                 trainer.command.save_config(trainer.run_dir)
+    elif refused and exit_code(error) == CONFIG and trainer.world == 1:  # other ranks may still write
+        empty_log()
     trainer.ranks.note_failure(kind, logs)
     if has_failed(trainer.device):
         trainer.command.end_failed(error)

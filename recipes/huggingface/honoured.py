@@ -1,4 +1,4 @@
-"""The fields of transformers' TrainingArguments, each given or refused: docs/honoured.md."""
+"""The fields of transformers' TrainingArguments, each supported or refused: docs/honoured.md."""
 
 from recipes.honoured import Table
 from trainer.config.training_arguments_table import GIVEN, REFUSED, WITHOUT_EFFECT

@@ -19,7 +19,7 @@ CALLED = "recipes/test_lightning_honoured.py::test_hooks_are_called_in_lightning
 LOADER = "data/test_torch_loader.py::test_batches_are_those_of_a_bare_loop"
 
 MANUAL = "belongs to manual optimization, and Echelon runs the optimizer; return the loss from training_step"
-OF_TEST = "a test has no run here; Lightning's own Trainer takes the exported model.ckpt"
+OF_TEST = "no run calls it; test the exported model.ckpt with Lightning's own Trainer"
 OF_PREDICTION = "do that in predict_step"
 OF_PLUGIN = "the precision is Echelon's; read trainer.precision of the config"
 EMPTY = "allow_zero_length_dataloader_with_multiple_devices"

@@ -174,8 +174,8 @@ trainer.devices=2: parameters that the loss does not use
     | give trainer.ddp.find_unused_parameters=true
 """
 LATER = ("the losses of all steps", "no loss of a later batch")  # step 1 is right
-CODES = {"a loss that is never finite": 70, "no return in transform": 71, "a list of samples": 71}
-CODES |= dict.fromkeys(("nothing to validate on", "no files", "samples of several shapes"), 71)
+CODES = {"a loss that is never finite": 70, "a list of samples": 71}
+CODES |= dict.fromkeys(("nothing to validate on", "no files"), 71)
 
 
 def parse(table: str) -> dict[str, tuple[str, list[str]]]:

@@ -100,6 +100,7 @@ def test_what_is_typed_for_another_optimizer_is_refused(words: list[str], refuse
         ([["optimizer.lr=1", "batch=8"], ["optimizer.lr=2", "batch=8"]], ["toy-lr-1", "toy-lr-2"]),
         ([["+callbacks=[ema,x]"], ["+callbacks=[]"]], ["toy-callbacks-ema-x", "toy-callbacks"]),
         ([["batch=1"], ["batch=1"]], ["toy", "toy"]),
+        ([["a.x=4"], ["a.x=-4"]], ["toy-x-4", "toy-x--4"]),
         ([["~callbacks.progress"], ["recipe=toy"]], ["toy-progress", "toy"]),
         ([["a=../../etc/x y"], ["a=" + "y" * 999]], ["toy-a-..-..-etc-x-y", "toy-a-" + "y" * 114]),
     ],

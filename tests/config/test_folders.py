@@ -1,10 +1,11 @@
 """The folders in which configs are looked for."""
 
 import os
+import re
 
 import pytest
 
-from trainer.config.folders import CONF, config_dirs
+from trainer.config.folders import CONF, config_dirs, naming_defaults
 from trainer.errors import ConfigError
 
 
@@ -26,3 +27,20 @@ def test_a_file_that_echelons_own_would_hide_is_refused(tmp_path, file, fix):
     (tmp_path / file).write_text("lr: 0.5\n")
     with pytest.raises(ConfigError, match=rf"{file} has the name of Echelon's own, which hides it; {fix}$"):
         config_dirs([f"--config-dir={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "told"),
+    [
+        ("batch=64: does not", ["recipe=x"], "batch=64 (the default): does not"),
+        ("batch=64: does not", ["recipe=x", "batch=64"], "batch=64: does not"),
+        ("batch=24: does not", [], "batch=24: does not"),  # a recipe's YAML sets it
+        ("trainer.overfit=null: x", [], "trainer.overfit=null: x"),
+        ("data.shuffle_shards=64: x", ["data.workers=1"], "data.shuffle_shards=64 (the default): x"),
+        ("a.b=c: x", [], "a.b=c: x"),
+        ("no key", [], "no key"),
+    ],
+)
+def test_an_error_says_that_a_value_is_the_default(text, argv, told):
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"), naming_defaults(argv):
+        raise ConfigError(text)

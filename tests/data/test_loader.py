@@ -24,7 +24,7 @@ from trainer.config.options import Options
 from trainer.data.sampling.order import Order, Ref
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.writer import write_shards
-from trainer.errors import DataError, UnavailableError, fold
+from trainer.errors import ConfigError, DataError, UnavailableError, fold
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -328,7 +328,7 @@ class Listed:
 @pytest.mark.parametrize("odd", [object(), torch.zeros(3)], ids=["object", "ragged"])
 def test_a_sample_that_does_not_go_into_a_batch_is_named(odd):
     with pytest.raises(
-        DataError, match=r"^sample 7: does not fit into a batch \((default_collate|stack expects).*\); "
+        ConfigError, match=r"^sample 7: does not fit into a batch \((default_collate|stack expects).*\); "
     ):
         steps(small_loader(OneIsOdd(odd), 0, 1, workers=0), 0, 2)
 

@@ -24,7 +24,7 @@ from trainer.config.schema import constant, knobs
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"bash", "python", "yaml", "text"}
 NOT_RUN = {"a GPU": 3, "a cluster": 17, "a server": 2, "installs": 3, "minutes": 8, "needs a run": 1, "root": 3}
-NOT_RUN |= {"serves until Ctrl-C": 2, "two whole runs": 1}
+NOT_RUN |= {"serves until Ctrl-C": 2, "two whole runs": 2}
 STARTS = {"python", "python3", "torchrun", "srun", "mpirun", "sbatch", "echelon", "pip", "git", "./scripts/train"}
 RUN = sorted({block.page for block in BLOCKS if block.language in ("bash", "python") and not block.reason})
 SHOWS = ("--cfg", "--help", "--version")  # words with which no run starts

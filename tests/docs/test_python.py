@@ -105,7 +105,7 @@ def test_what_a_notebook_shows(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_pages_run_as_a_notebook(tmp_path, monkeypatch):
     pages = [cells_of(PAGE), cells_of(DATASETS)]
-    assert [len(cells) for cells in pages] == [9, 6]
+    assert [len(cells) for cells in pages] == [12, 6]
     if not importlib.util.find_spec("datasets"):
         del pages[1:]
     cells = [*chain(*pages), FAILS]

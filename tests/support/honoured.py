@@ -10,7 +10,7 @@ TABLES = (*lightning.TABLES, *huggingface.TABLES)
 INTRODUCTION = """# What other people's code may use
 
 You have a LightningModule, a DataLoader or a file of TrainingArguments, and want to know whether Echelon honours all of
-it. These tables list every name. A name that is marked as given has the same effect as in its library, and a test
+it. These tables list every name. A supported name has the same effect as in its library, and a test
 compares the numbers. Any other name is refused, before the run or at the place where your code uses it, with the reason
 or with what to use instead. Nothing is ignored silently.
 
@@ -21,7 +21,7 @@ can't add a name that is missing here: [test_lightning_honoured.py](../tests/rec
 own.
 
 "Without effect" means that no number depends on the argument, because it only names files, logs or places. Its row
-states what happens instead. A refused field is accepted if it has its default value.
+states what happens instead. A field that is refused may keep its default value.
 
 """
 

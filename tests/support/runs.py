@@ -21,6 +21,7 @@ def make(
     batch: int = 12,
     shuffle_shards: int = 5,
     place: Place | None = None,
+    schedule: Any = None,
     **options: Any,
 ):
     checkpoint = CheckpointOptions(**{"every_steps": 2, **options.pop("checkpoint", {})})
@@ -28,6 +29,7 @@ def make(
         recipe or Toy(),
         callbacks or {},
         optimizer,
+        schedule,
         batch=batch,
         options=Options(**{"max_steps": 4, "run_dir": "runs/r", "checkpoint": checkpoint, **options}),
         data=DataOptions(workers=0, shuffle_shards=shuffle_shards, shuffle_window=4),

@@ -42,9 +42,9 @@ def rows_of(lines: list[str]) -> list[list[str]]:
 def test_a_row_for_each_run_the_best_first(tmp_path, capsys, monkeypatch):
     rows = rows_of(shown(capsys, monkeypatch, 200, *reversed(two(tmp_path))))
     assert rows == [
-        ["run", "state", "steps", "time", "optimizer.lr", "best val/loss", "at step", "val/loss"],
-        ["a", "running or killed", "3", "1.5 s", "0.1", "1", "2", "2"],
-        ["b", "running or killed", "3", "1.5 s", "0.2", "2.5", "2", "not finite"],
+        ["run", "best val/loss", "optimizer.lr", "at step", "state", "steps", "time", "val/loss"],
+        ["1 a", "1", "0.1", "2", "running or killed", "3", "1.5 s", "2"],
+        ["2 b", "2.5", "0.2", "2", "running or killed", "3", "1.5 s", "not finite"],
         *([f"{name}: {file}: is missing"] for name in "ab" for file in ("summary.json", "events.jsonl")),
         ["b: val/loss: 1 of 3 values are not finite"],
         ["best: a, val/loss 1 at step 2"],
@@ -60,8 +60,9 @@ def test_without_a_loss_another_metric_of_the_validation_decides(tmp_path, capsy
         write_lines(folder / "metrics.jsonl", [{"step": 1, "train/loss": loss, "val/count": loss, "val/mse": error}])
     lines = shown(capsys, monkeypatch, 200, *folders)
     rows = rows_of(lines)
-    assert [row[0] for row in rows[1:3]] == ["b", "a"] and lines[-1] == "best: b, val/mse 0.3 at step 1"
-    assert rows[0][5:] == ["best val/mse", "at step", "val/count", "val/mse", "train/loss"]
+    assert [row[0] for row in rows[1:3]] == ["1 b", "2 a"] and lines[-1] == "best: b, val/mse 0.3 at step 1"
+    assert rows[0][1:4] == ["best val/mse", "optimizer.lr", "at step"]
+    assert rows[0][-3:] == ["val/count", "val/mse", "train/loss"]
     assert compare(folders, False, False, by="train/loss") == 0
     assert "best: a, train/loss 1 at step 1" in capsys.readouterr().out
     assert compare(folders, False, False, by="max train/loss") == 0
@@ -81,6 +82,21 @@ def test_without_a_loss_another_metric_of_the_validation_decides(tmp_path, capsy
         compare(folders, False, False, by="val/mae")
 
 
+def test_a_row_of_a_sweep_shows_its_keys_and_its_best_value_at_80_columns(tmp_path, capsys, monkeypatch):
+    names = [f"table-lr-{lr}-width-{width}-20261130-081604" for lr in (0.001, 0.01) for width in (16, 64)]
+    for n, name in enumerate(names):
+        write_lines(tmp_path / name / "metrics.jsonl", [{"step": 3, "val/loss": 0.5 + n}])
+        _, _, lr, _, width, *_ = name.split("-")
+        (tmp_path / name / "config.yaml").write_text(f"{{optimizer: {{lr: {lr}}}, recipe: {{width: {width}}}}}")
+    lines = shown(capsys, monkeypatch, 80, *(tmp_path / name for name in names))
+    rows = rows_of(lines)
+    assert rows[0][:4] == ["run", "best val/loss", "optimizer.lr", "recipe.width"]
+    assert rows[1][:4] == ["1 lr-0.001-width-16", "0.5", "0.001", "16"]
+    assert f"best: {names[0]}, val/loss 0.5 at step 3" in lines
+    assert compare([tmp_path / name for name in names], True, False) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == names
+
+
 def test_one_run_is_a_list(tmp_path, capsys, monkeypatch):
     rows = rows_of(shown(capsys, monkeypatch, 80, two(tmp_path)[0]))
     assert rows[0] == ["run", "a"] and ["best val/loss", "1"] in rows and ["val/loss", "2"] in rows
@@ -92,8 +108,8 @@ def test_what_a_run_watches_decides(tmp_path, capsys, monkeypatch):
         write_lines(folder / "metrics.jsonl", [{"step": 1, "val/loss": score, "val/f1": score}])
         (folder / "summary.json").write_text('{"stopped": "max_steps", "best": {"metric": "max val/f1"}}')
     rows = rows_of(shown(capsys, monkeypatch, 200, *folders))
-    assert [row[:2] for row in rows[1:3]] == [["b", "finished"], ["a", "finished"]]
-    assert rows[0][4:7] == ["optimizer.lr", "best val/f1", "at step"]
+    assert [(row[0], row[4]) for row in rows[1:3]] == [("1 b", "finished"), ("2 a", "finished")]
+    assert rows[0][1:4] == ["best val/f1", "optimizer.lr", "at step"]
 
 
 def test_a_job_of_a_sweep_that_made_no_run_has_a_row(tmp_path, capsys, monkeypatch):
@@ -110,9 +126,10 @@ def test_a_job_of_a_sweep_that_made_no_run_has_a_row(tmp_path, capsys, monkeypat
     jobs = [(refused, {"batch": 0}, 78, False), (crashed, {"batch": 999}, 1, True), (old, {"batch": 1}, 78, False)]
     assert compare_jobs([*jobs, (finished, {"batch": 8}, 0, True), (cut, {"batch": 2}, 130, False)]) == 0
     rows = rows_of(capsys.readouterr().out.splitlines())
-    assert [row[:4] for row in rows[1:6]] == [
-        ["f", "finished", "1", "8"], ["r", "refused", "0", "0"], ["c", "crashed", "0", "999"],
-        ["o", "refused", "0", "1"], ["k", "stopped by a signal", "0", "2"],
+    assert rows[1][:5] == ["1 f", "1", "8", "1", "finished"]
+    assert [row[:4] for row in rows[2:6]] == [
+        ["2 r", "0", "refused", "0"], ["3 c", "999", "crashed", "0"], ["4 o", "1", "refused", "0"],
+        ["5 k", "2", "stopped by a signal", "0"],
     ]  # fmt: skip
     assert ["c: crashed: no memory"] in rows and rows[-1] == [f"curves: echelon report {finished}"]
 

@@ -32,7 +32,7 @@ def predict(cwd: Path, *arguments: str) -> Result:
 def test_rows_are_in_the_order_of_the_data(trained, tmp_path, devices):
     file = tmp_path / "deep" / "out.jsonl"
     done = predict(trained, "runs/r", "--output", str(file), "--devices", str(devices))
-    assert done.code == 0 and done.out.endswith(f"13 predictions -> {file}\n"), done.err
+    assert done.code == 0 and done.out.endswith(f"13 predictions of val -> {file}\n"), done.err
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["index"] for line in lines] == list(range(13))
     other = tmp_path / "out.safetensors"

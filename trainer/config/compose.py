@@ -99,12 +99,18 @@ def in_our_words(said: str) -> str:
     return f"{option[1]}: there is no such option; {fix}; see --help"
 
 
+def own_words(job: Job, jobs: list[Job]) -> list[str]:
+    """Return the overrides of a job that not all jobs share."""
+    common = set(job.argv).intersection(*(other.argv for other in jobs))
+    return [word for word in job.argv if word not in common]
+
+
 def told_apart(job: Job, jobs: list[Job]) -> str:
     """Name a job by its recipe and the overrides that not all jobs share, for example bert_tiny-lr-0.001."""
-    common = set(job.argv).intersection(*(other.argv for other in jobs))
-    own = [word.lstrip("+~").partition("=") for word in job.argv if word not in common]
+    own = [word.lstrip("+~").partition("=") for word in own_words(job, jobs)]
     pairs = [(key.rpartition(".")[2], value) for key, _, value in own if key != "recipe"]
-    words = (re.sub("[^A-Za-z0-9._-]+", "-", word).strip("-") for word in (job.recipe, *itertools.chain(*pairs)))
+    words = (re.sub("[^A-Za-z0-9._-]+", "-", word) for word in (job.recipe, *itertools.chain(*pairs)))
+    words = (word.rstrip("-") if re.match(r"-[.\d]", word) else word.strip("-") for word in words)  # a sign stays
     return "-".join(filter(None, words))[:NAME]
 
 

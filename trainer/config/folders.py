@@ -1,8 +1,13 @@
 """The folders of configs: Echelon's own conf/, and a user's of --config-dir."""
 
+import contextlib
 import itertools
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from trainer.annotated import as_yaml
 from trainer.errors import ConfigError, printable, refuse_empty
 from trainer.files import special
 
@@ -18,6 +23,31 @@ TYPED = {
     "nccl": "nccl=NAME",
     "tuned": "+tuned=NAME, as echelon tune has written it",
 }
+
+
+@contextlib.contextmanager
+def naming_defaults(argv: Sequence[str]) -> Iterator[None]:
+    """Let an error say "(the default)" after the value of a key that the command did not set."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (name_default(str(error), argv),)
+        raise
+
+
+def name_default(text: str, argv: Sequence[str]) -> str:
+    import yaml
+
+    if (start := re.match(r"([\w.]+)=([^\s:]*): ", text)) is None:
+        return text
+    key, value = start.groups()
+    typed = {word.lstrip("+~").partition("=")[0] for word in argv}
+    found: Any = yaml.safe_load(PRIMARY.read_text())
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    if key in typed or found is None or as_yaml(found) != value:
+        return text
+    return f"{key}={value} (the default){text[start.end(2) :]}"
 
 
 def choices(group: str, folders: list[Path]) -> dict[str, Path]:

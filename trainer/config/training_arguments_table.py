@@ -1,4 +1,4 @@
-"""Each field of transformers' TrainingArguments: given, of no effect on numbers, or refused; docs/honoured.md."""
+"""Each field of transformers' TrainingArguments: supported, of no effect on numbers, or refused; docs/honoured.md."""
 
 GIVEN = {  # name -> what it sets here
     "per_device_train_batch_size": "`micro_batch`, and `batch` with the ranks and the accumulation",
@@ -15,8 +15,8 @@ GIVEN = {  # name -> what it sets here
     "lr_scheduler_type": "`recipe.lr_scheduler_type`; `reduce_lr_on_plateau` and `greedy` are refused",
     "lr_scheduler_kwargs": "`recipe.lr_scheduler_kwargs`",
     "warmup_steps": "`recipe.warmup_steps`",
-    "num_train_epochs": "`trainer.max_epochs`, if the number of steps is transformers'; else refused",
-    "dataloader_drop_last": "`true` if no sample is dropped; else refused",
+    "num_train_epochs": "`trainer.max_epochs`, refused if the number of steps would differ from transformers'",
+    "dataloader_drop_last": "`true` is refused if it would drop a sample",
     "seed": "`trainer.seed`",
     "data_seed": "that of `seed`; another is refused",
     "full_determinism": "`trainer.deterministic`",
@@ -59,11 +59,11 @@ WITHOUT_EFFECT = {  # name -> what happens instead; no number depends on it
     **dict.fromkeys(("logging_first_step", "log_on_each_node", "log_level", "log_level_replica"), LOGS),
     "logging_nan_inf_filter": "losses are logged as they are",
     "disable_tqdm": "'~callbacks.progress' removes the bar",
-    "per_device_eval_batch_size": "validation takes the micro-batch of training; metrics are means over samples",
+    "per_device_eval_batch_size": "validation uses the micro-batch of training; metrics are means over samples",
     "prediction_loss_only": "metrics are the loss, and the accuracy of classifiers",
     **dict.fromkeys(("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"), METRICS),
     **dict.fromkeys(("include_for_metrics", "batch_eval_metrics"), METRICS),
-    "save_only_model": "export/ has the model alone",
+    "save_only_model": "export/ holds only the model",
     "save_on_each_node": "a checkpoint is in one folder on a shared disk",
     "enable_jit_checkpoint": "SIGTERM always writes a checkpoint",
     "restore_callback_states_from_checkpoint": "a resume always does so",
@@ -79,7 +79,7 @@ WITHOUT_EFFECT = {  # name -> what happens instead; no number depends on it
     "ddp_backend": "`trainer.backend`; by default that of the device",
     "skip_memory_metrics": "memory is always logged",
     **dict.fromkeys(("do_train", "do_eval", "do_predict"), SCRIPT),
-    "local_rank": "the launcher gives ranks",
+    "local_rank": "the launcher numbers the ranks",
     **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), "`use_reentrant` changes no "
     "number; other keys are refused"),
 }  # fmt: skip
@@ -114,7 +114,7 @@ REFUSED = {  # name -> what to do instead, if it has another value than the defa
     "fsdp_config": "'+callbacks=[shard]' with callbacks.shard.stage=3 shards the weights",
     "deepspeed": SHARD,
     "debug": "'+callbacks=[nan_guard]' finds values that are not finite",
-    "resume_from_checkpoint": "trainer.init_from=FOLDER takes the weights, and trainer.resume Echelon's checkpoints",
+    "resume_from_checkpoint": "trainer.init_from=FOLDER loads the weights; trainer.resume reads Echelon's checkpoints",
 }
 OLD = {  # names of older versions of transformers -> the new name, or what to do instead
     "evaluation_strategy": "is eval_strategy now",
@@ -141,7 +141,7 @@ OLD = {  # names of older versions of transformers -> the new name, or what to d
     "ray_scope": "remove it",
 }
 GENERATES = "a validation computes the loss, and generates nothing; generate with the model in export/"
-SEQ2SEQ = {  # of Seq2SeqTrainingArguments -> what to do instead, if it is given
+SEQ2SEQ = {  # of Seq2SeqTrainingArguments -> what to do instead, if it is set
     "sortish_sampler": ORDER,
     **dict.fromkeys(("predict_with_generate", "generation_max_length", "generation_num_beams"), GENERATES),
     "generation_config": GENERATES,

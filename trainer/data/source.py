@@ -26,6 +26,7 @@ from trainer.data.shards.transforms import Dropped, maker_of
 from trainer.errors import (
     EXIT_CODES,
     NO_SHARED_MEMORY,
+    ConfigError,
     DataError,
     UnavailableError,
     lacks_shared_memory,
@@ -198,7 +199,7 @@ class Samples:
         """Return the batch of these samples.
 
         Raises:
-            DataError: torch's `default_collate` fails. The message names the sample that does not fit.
+            ConfigError: torch's `default_collate` fails. The message names the sample that does not fit.
             UnavailableError: /dev/shm has no room for the batch.
             SampleFault: A `collate` of the recipe fails. The message names the sample and has the frames.
         """
@@ -222,9 +223,9 @@ class Samples:
         if collate is not default_collate:
             return SampleFault(self._trace(ref, error, "does not fit into a batch: "))
         if sample is None:
-            return DataError(f"{self.where(ref)}: is None; return the sample from {maker_of(self.transform)}")
+            return ConfigError(f"{self.where(ref)}: is None; return the sample from {maker_of(self.transform)}")
         fix = "give samples of one shape and of tensors, arrays or numbers, or give `collate`"
-        return DataError(f"{self.where(ref)}: does not fit into a batch ({error}); {fix}")
+        return ConfigError(f"{self.where(ref)}: does not fit into a batch ({error}); {fix}")
 
     def _trace(self, ref: Ref, error: Exception, problem: str = "") -> str:
         """Return a message with the sample and the frames, because a worker does not send its traceback."""

@@ -9,7 +9,7 @@ from numpy.random import Generator
 from torch.utils.data import default_collate
 
 from trainer.data.shards.transforms import maker_of
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError
 from trainer.rng import SAMPLE, keyed, mix
 
 STREAMING = ("datasets.iterable_dataset", "IterableDataset")
@@ -93,9 +93,9 @@ class Batches:
             for number, sample in enumerate(samples, start=row):
                 if sample is None:
                     maker = maker_of(self.stream.transform)
-                    raise DataError(f"recipe.data: sample {number} is None; return the sample from {maker}") from None
+                    raise ConfigError(f"recipe.data: sample {number} is None; return the sample from {maker}") from None
             fix = "give samples of one shape and of tensors, arrays or numbers, or give the recipe a `collate`"
-            raise DataError(f"recipe.data: samples of a stream do not fit into a batch ({error}); {fix}") from None
+            raise ConfigError(f"recipe.data: samples of a stream do not fit into a batch ({error}); {fix}") from None
         if batch is None:
             raise ConfigError("recipe.collate(): returned None; return the batch")
         return batch

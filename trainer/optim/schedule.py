@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from trainer.annotated import AtMost, Below, PositiveFloat, PositiveInt, Share, check_fields, check_names
@@ -90,6 +90,10 @@ class ShapedRate(Rate):
     @property
     def name(self) -> str:
         return name_of(self.schedule)
+
+    def ending(self, total: int) -> "ShapedRate":
+        """Return the rates of a run that ends at another step."""
+        return replace(self, rest=max(1, total - self.warmup))
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import STOPPED
 from trainer.log import log
@@ -73,6 +73,7 @@ class SignalListener:
     """
 
     on_inspect: Callable[[], Any] = staticmethod(lambda: None)  # called on SIGUSR2 if that is not a stop signal
+    last_words = ""  # a sweep's, for a signal that ends this process at once
 
     def __init__(self, hear: Callable[[int], None]) -> None:
         self.hear = hear
@@ -103,6 +104,12 @@ class SignalListener:
                 self.on_inspect()
         os.close(self._read)
 
+    def _end(self, code: int) -> NoReturn:
+        if SignalListener.last_words:
+            with contextlib.suppress(OSError):
+                os.write(2, SignalListener.last_words.encode())
+        os._exit(code)
+
 
 class StartupSignals(SignalListener):
     """The listener before there is a checkpoint to write: a signal ends the process at once.
@@ -117,11 +124,11 @@ class StartupSignals(SignalListener):
 
     def _exit(self, number: int) -> None:
         if StartupSignals.over or number == signal.SIGINT:
-            os._exit(128 + number)
+            self._end(128 + number)
         if is_first_rank() and (number != signal.SIGTERM or not is_launched()):  # which ends peers of a failed rank
             with contextlib.suppress(OSError):
                 os.write(2, f"echelon: {signal.Signals(number).name}: {EARLY}\n".encode())
-        os._exit(STOPPED)
+        self._end(STOPPED)
 
 
 class StopSignals(SignalListener):
@@ -141,7 +148,7 @@ class StopSignals(SignalListener):
             with contextlib.suppress(OSError):
                 print("echelon: second signal, stopping now, without a checkpoint", file=sys.stderr, flush=True)
             show_cursor()
-            os._exit(128 + signal.SIGINT)
+            self._end(128 + signal.SIGINT)
         if not self.name:
             self.name = StopSignals.received = signal.Signals(number).name
             again = "; a second SIGINT stops now" if number == signal.SIGINT else ""

@@ -1,7 +1,9 @@
 """echelon compare RUN...: shows how runs differ: a row for each run, with the keys that differ and its metrics."""
 
+import itertools
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,8 @@ SHOWN = ("train/loss", "perf/samples_per_s")  # in addition to validations, with
 UNWRITTEN = (": is missing", ": has no line yet")  # notes that a run's error explains
 WIDEST = 40  # columns of a value; the rest is folded
 GAP = 2  # columns between two values
+LONG = 16  # characters of a run's name that is not shortened in a table
+DATE = re.compile(r"-\d{8}-\d{6}(-\d+)?$")  # of a run's folder
 
 
 class Column(NamedTuple):
@@ -63,7 +67,7 @@ def show(runs: list[Run], everything: bool) -> None:
     console = Console(highlight=False, markup=False)
     metric = watched(runs)
     runs = ordered(runs, metric)
-    names, found = Column("run", [run.name for run in runs]), columns(runs, metric, everything)
+    names, found = Column("run", numbered([run.name for run in runs])), columns(runs, metric, everything)
     if len(runs) == 1:
         tables = [[Column("run", [c.head for c in found]), Column(runs[0].name, [c.cells[0] for c in found])]]
     else:
@@ -79,6 +83,20 @@ def show(runs: list[Run], everything: bool) -> None:
         print(printable(f"best: {runs[0].name}, {metric} {value_of(best[0], metric)} at step {best[1]:,}"))
     if having := [run for run in runs if run.metrics]:
         print(printable(f"curves: {shlex.join(['echelon', 'report', *(str(run.folder) for run in having)])}"))
+
+
+def numbered(names: list[str]) -> list[str]:
+    """Return the names with the number of each row.
+
+    Long names lose their date and the words with which all begin, except the last of these, which may be a key. Names
+    that would no longer be distinct stay whole.
+    """
+    if len(names) > 1 and max(map(len, names)) > LONG:
+        words = [DATE.sub("", name).split("-") for name in names]
+        common = sum(1 for _ in itertools.takewhile(lambda each: len(set(each)) == 1, zip(*words, strict=False)))
+        short = ["-".join(each[max(0, common - 1) :]) for each in words]
+        names = short if len(set(short)) == len(names) else names
+    return [f"{n:>{len(str(len(names)))}} {name}" for n, name in enumerate(names, start=1)]
 
 
 def sort_by(runs: list[Run], by: str) -> None:
@@ -125,19 +143,16 @@ def columns(runs: list[Run], metric: str, everything: bool) -> list[Column]:
     took = [duration(run.metrics["seconds"].high.value) if "seconds" in run.metrics else "" for run in runs]
     best = [best_of(run, metric) if metric in run.metrics else None for run in runs]
     changed = differences(runs)
-    shown = [
+    shown = [Column(f"best {metric}", [value_of(one[0], metric) if one else "" for one in best])] if any(best) else []
+    for key in sorted(changed):
+        values = [as_yaml(value)[:200] if run.config else "" for value, run in zip(changed[key], runs, strict=True)]
+        shown.append(Column(key, values))
+    shown += [Column("at step", [f"{one[1]:,}" if one else "" for one in best])] if any(best) else []
+    shown += [
         Column("state", [run.state.partition(": ")[0] for run in runs]),
         Column("steps", [f"{run.last_step:,}" for run in runs]),
         Column("time", took),
     ]
-    for key in sorted(changed):
-        values = [as_yaml(value)[:200] if run.config else "" for value, run in zip(changed[key], runs, strict=True)]
-        shown.append(Column(key, values))
-    if any(best):
-        shown += [
-            Column(f"best {metric}", [value_of(one[0], metric) if one else "" for one in best]),
-            Column("at step", [f"{one[1]:,}" if one else "" for one in best]),
-        ]
     return shown + [Column(name, [last(run, name) for run in runs]) for name in chosen(runs, everything)]
 
 

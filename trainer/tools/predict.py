@@ -26,7 +26,7 @@ def predict(arguments: argparse.Namespace) -> int:
     if predictions is None:  # another rank writes
         return 0
     predictions.write(arguments.output)
-    print(f"{len(predictions)} predictions -> {arguments.output}")
+    print(f"{len(predictions)} predictions of {arguments.split} -> {arguments.output}")
     return 0
 
 

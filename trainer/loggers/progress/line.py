@@ -14,7 +14,7 @@ SHOWN = {
 }
 
 # Parts of a step that compute nothing, of which the largest is shown.
-IDLE = {"data": "data", "upload": "upload", "communication": "waits", "callbacks": "callbacks"}
+IDLE = {"data": "data", "upload": "upload", "communication": "communication", "callbacks": "callbacks"}
 IDLE |= {"checkpoint": "checkpoint", "validation": "validation"}
 
 # Left out in this order if the terminal is too narrow. What the run does and its step stay.
