@@ -18,7 +18,7 @@ from toy_recipe import Points, Toy
 import trainer.data.shards.index as index_module
 from trainer.config.options import DataOptions, Options
 from trainer.data.opening import open_source
-from trainer.data.sampling.order import Ref
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.shards.writer import write_shards
 from trainer.data.source import Samples
 from trainer.errors import DataError
@@ -28,7 +28,7 @@ from trainer.process.environment import Place
 
 
 def sample(source, ref):
-    [value], _ = source.batch([ref])
+    [value], _ = source.batch(Refs([ref]))
     return value
 
 

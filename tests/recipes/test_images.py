@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from support.messages import refuses
+from support.shards import whole_walk
 
 from recipes import digits
 from recipes.images import (
@@ -23,7 +24,6 @@ from recipes.images import (
     image_of,
     normalise,
 )
-from trainer.data.sampling.order import walk
 from trainer.data.shards.decoders import decode
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
@@ -200,7 +200,7 @@ def test_the_image_of_a_sample_of_a_shard():
 def read_shards(paths: list[Path]) -> list[dict[str, Any]]:
     index = Index.open(find_shards([str(path) for path in paths]))
     reader = ShardReader(index)
-    return [reader.read(ref) for ref in walk(index.counts, 0, 1)]
+    return [reader.read(ref) for ref in whole_walk(index.counts)]
 
 
 def test_the_digits_are_scikit_learns(tmp_path, monkeypatch):

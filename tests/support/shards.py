@@ -1,13 +1,15 @@
 """A few shards with random bytes, as tests of what brings them from elsewhere write, find and read them."""
 
+import itertools
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from support.http import Proxy
 from trainer.config.options import DataOptions
 from trainer.data.remote.eviction import FOLDER
-from trainer.data.sampling.order import walk
+from trainer.data.sampling.order import Ref, walk
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
@@ -30,9 +32,14 @@ def remote(tmp_path: Path, url: str, **more: Any) -> list[Any]:
     return find_shards(url, options(tmp_path, **more))
 
 
+def whole_walk(counts: Sequence[int]) -> Iterator[Ref]:
+    """All samples in the stored order."""
+    return itertools.chain.from_iterable(walk(counts, 0, 1, 64))
+
+
 def samples(index: Index) -> list[dict[str, Any]]:
     reader = ShardReader(index)
-    found = [reader.read(ref) for ref in walk(index.counts, 0, 1)]
+    found = [reader.read(ref) for ref in whole_walk(index.counts)]
     reader.close()
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from trainer.data.sampling.order import walk
+from support.shards import whole_walk
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 
@@ -60,7 +60,7 @@ def shard_of(path: Path, **members: bytes) -> ShardReader:
 
 def read_all(reader: ShardReader) -> list[dict[str, Any]]:
     counts = reader.index.counts
-    return [reader.read(ref) for ref in walk(counts, 0, 1)]
+    return [reader.read(ref) for ref in whole_walk(counts)]
 
 
 def webdatasets(path: Path) -> list[dict[str, Any]]:

@@ -84,6 +84,10 @@ def replace_bad(micros: Iterator[Any]) -> Generator[Any]:
     """
     waiting, last = [], None
     for micro in micros:
+        if micro.batch is not None and not waiting:
+            last = micro.batch
+            yield micro
+            continue
         last = last if micro.batch is None else micro.batch
         waiting.append(micro)
         if last is not None:

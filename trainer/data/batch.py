@@ -52,7 +52,7 @@ class Split:
 class Micro(NamedTuple):
     batch: Any
     weight: int  # number of items that the loss averages over
-    refs: list[Ref]  # the samples, in order; empty for an iterable of batches
+    refs: Sequence[Ref]  # the samples, in order; empty for an iterable of batches
     bad: list[Bad]  # those of `refs` that are not in the batch
 
 
@@ -67,19 +67,17 @@ class Step:
     """
 
     reduces = True  # whether the last backward pass reduces the gradients over ranks
-    _parts: Sequence[list[Ref]] = ()  # `refs` by micro-batch; empty for a step that is derived from another
+    _parts: Sequence[Sequence[Ref]] = ()  # `refs` by micro-batch; empty for a step that is derived from another
 
     def __init__(self, micros: Sequence[Micro], following: Sequence[Micro] = ()) -> None:
         self.weights: list[int] = []
-        self.refs: list[Ref] = []
         self.bad: list[Bad] = []
         self._batches: deque[Any] = deque()
-        self._parts = parts = list[list[Ref]]()
+        self._parts = parts = list[Sequence[Ref]]()
         for batch, weight, refs, bad in micros:
             self._batches.append(batch)
             parts.append(refs)
             self.weights.append(weight)
-            self.refs += refs
             self.bad += bad
         for micro in following:
             self._batches.append(micro.batch)
@@ -91,12 +89,17 @@ class Step:
             yield (self._uploaded() if isinstance(batches[0], Upload) else batches.popleft()), weight
         batches.clear()
 
+    @property
+    def refs(self) -> list[Ref]:
+        """The samples, in order; empty for an iterable of batches."""
+        return [ref for part in self._parts for ref in part]
+
     def peek(self) -> Any:
         """Return the first batch on the device, without removing it."""
         batch = self._batches[0]
         return batch.wait() if isinstance(batch, Upload) else batch
 
-    def current(self) -> list[Ref]:
+    def current(self) -> Sequence[Ref]:
         """Return the samples of the batch that was yielded last."""
         if not self._parts:
             return []

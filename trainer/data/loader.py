@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from trainer.data.device_prefetch import Upload, upload
 from trainer.data.iterable import Iterated, preserve_rng_state, refuse_other_size, replay
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
-from trainer.data.sampling.order import Order, Ref, near_equal, walk
+from trainer.data.sampling.order import Order, Refs, near_equal, walk
 from trainer.data.source import NamedSources, SampleFault, Samples, Source, by_prefix
 from trainer.data.stream import Stream
 from trainer.data.torch_loader import copy_loader, end_passes, end_workers, is_drawn, part_of
@@ -28,6 +29,7 @@ from trainer.log import Terminal, doing, log
 from trainer.rng import ITERABLE, mix
 
 CPU = torch.device("cpu")
+PLANNED = 2048  # samples whose order is computed at once
 AHEAD = 1.5  # steps that the workers load ahead, so that they keep working while a step is computed
 
 
@@ -80,7 +82,7 @@ class Loader:
         """
         steps = partial(steps_from, split_at=split_at or (lambda _: self.split))
         if isinstance(self.source, Samples):
-            micros = self._ordered(self.source, partial(steps, start), stop)
+            micros = self._ordered(self.source, partial(steps, start), stop, 1 if split_at else PLANNED)
         else:
             micros = self._iterated(self.source, steps, start)
         if stream := self.stream:
@@ -136,7 +138,7 @@ class Loader:
         steps = [(start, self.split) for start in range(0, samples, self.split.samples)]
         needs = partial(training_needs, order, steps, self.rank)
         ends = self._step_ends(iter(steps))
-        micros = self._load(source, self._refs(order, iter(steps)), needs, 1, self.options.prefetch, ends)
+        micros = self._load(source, self._refs(order, iter(steps), PLANNED), needs, 1, self.options.prefetch, ends)
         batches = len(steps) * self.split.micros(self.rank)
         return with_progress(upload(self._run(preserve_rng_state(micros)), self.stream), batches, purpose)
 
@@ -155,7 +157,7 @@ class Loader:
         return micros
 
     def _ordered(
-        self, source: Samples, steps: Callable[[], Iterator[tuple[int, Split]]], stop: float
+        self, source: Samples, steps: Callable[[], Iterator[tuple[int, Split]]], stop: float, planned: int
     ) -> Iterator[Micro]:
         order = self.order
         assert order is not None
@@ -166,15 +168,23 @@ class Loader:
         lanes = -(-self.options.shuffle_shards // self.split.world)
         accumulate = max(self.split.micros(self.rank), next(steps())[1].micros(self.rank))
         ahead = max(self.options.prefetch, math.ceil(AHEAD * accumulate / max(1, self.options.workers)))
-        micros = self._load(source, self._refs(order, steps()), needs, lanes, ahead, self._step_ends(steps()))
+        micros = self._load(source, self._refs(order, steps(), planned), needs, lanes, ahead, self._step_ends(steps()))
         return self._run(replace_bad(micros))
 
-    def _refs(self, order: Order | Mixture, steps: Iterator[tuple[int, Split]]) -> Iterator[list[Ref]]:
-        for start, split in steps:
-            local = order.local(start, start + split.samples, self.rank, split.shares)
-            accumulate = split.micros(self.rank)
-            for part in range(accumulate):
-                yield local[slice(*near_equal(len(local), part, accumulate))]
+    def _refs(self, order: Order | Mixture, steps: Iterator[tuple[int, Split]], planned: int) -> Iterator[Refs]:
+        """Yield the samples of each micro-batch. The order of equal steps up to `planned` samples is computed at once.
+
+        A callback that splits steps decides for those that are not planned yet, so these are planned one by one.
+        """
+        for split, group in itertools.groupby(steps, itemgetter(1)):
+            most = max(1, min(planned, order.samples) // split.samples)
+            accumulate, share = split.micros(self.rank), split.share(self.rank)
+            bounds = [near_equal(share, part, accumulate) for part in range(accumulate)]
+            while some := list(itertools.islice(group, most)):
+                start, stop = some[0][0], some[-1][0] + split.samples
+                local = order.local(start, stop, self.rank, split.shares, len(some))
+                for first in range(0, len(local), share):
+                    yield from (local[first + low : first + high] for low, high in bounds)
 
     def _step_ends(self, steps: Iterator[tuple[int, Split]]) -> Iterator[bool]:
         """Yield for each micro-batch whether it is the last of its step."""
@@ -202,10 +212,8 @@ class Loader:
             itertools.chain(iter([first]), micros), sum(split.micros(self.rank) for _, split in passed), None
         )
 
-    def _stored(self, source: Samples) -> Iterator[list[Ref]]:
-        refs = walk(source.counts, self.rank, self.split.world)
-        size = self._size(source)
-        return iter(lambda: list(itertools.islice(refs, size)), [])
+    def _stored(self, source: Samples) -> Iterator[Refs]:
+        return walk(source.counts, self.rank, self.split.world, self._size(source))
 
     def _size(self, source: Samples) -> int:
         """Return the size of a validation micro-batch."""
@@ -229,7 +237,7 @@ class Loader:
         return self._parts[key]
 
     def _load(
-        self, source: Samples, micro_refs: Iterator[list[Ref]], needs: Needs, lanes: int, ahead: int,
+        self, source: Samples, micro_refs: Iterator[Refs], needs: Needs, lanes: int, ahead: int,
         ends: Iterator[bool] | None = None,
     ) -> Generator[Micro]:  # fmt: skip
         """Yield the micro-batches of `micro_refs` from workers, in order.
@@ -243,17 +251,18 @@ class Loader:
         workers, timeout_s = self.options.workers, self.timeout_s
         following = itertools.islice(later, max(1, workers), None)  # the next micro-batch of the same worker
         to_load = itertools.zip_longest(to_load, following, fillvalue=[])
+        fetch: Any = Fetch(source, self.collate, self.weight or count_samples)
         loader = partial(
             DataLoader,
-            Fetch(source, self.collate, self.weight or count_samples),  # pyright: ignore[reportArgumentType] by __getitem__ it is map-style
+            fetch,
             batch_size=None,  # an item of the sampler is a batch
             collate_fn=identity,
             num_workers=workers,
-            prefetch_factor=ahead if workers else None,
-            timeout=timeout_s if workers else 0,
+            prefetch_factor=ahead,
+            timeout=timeout_s,
             pin_memory=self.device.type == "cuda",
         )
-        batches = start_workers(loader, to_load, source.reader.begin_worker) if workers else loader(sampler=to_load)
+        batches = start_workers(loader, to_load, source.reader.begin_worker) if workers else map(fetch, to_load)
         try:
             with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as count_done:
                 for fetched, refs, end in zip(batches, to_name, ends or itertools.repeat(True), strict=False):
@@ -283,13 +292,15 @@ class Fetch:
         self.source, self.collate, self.weight = source, collate, weight
         self.sendable = False  # a first batch can be sent to the rank
 
-    def __getitem__(self, now_and_next: tuple[list[Ref], list[Ref]]) -> tuple[Any, int, list[Bad]] | Exception:
+    def __call__(self, now_and_next: tuple[Refs, Refs]) -> tuple[Any, int, list[Bad]] | Exception:
         refs, following = now_and_next
         try:
+            if (batch := self.source.whole(refs, self.collate)) is not None:
+                return batch, self.weight(batch), []
             self.source.reader.prefetch(following)  # the disk reads the next samples while these are decoded
             good, bad = self.source.batch(refs)
             left_out = {sample.ref for sample in bad}
-            kept = [ref for ref in refs if ref not in left_out]
+            kept = [ref for ref in refs if ref not in left_out] if bad else refs
             batch = self.source.collate(kept, good, self.collate) if good else None
             if good and batch is None:
                 raise ConfigError("recipe.collate(): returned None; return the batch")
@@ -301,6 +312,8 @@ class Fetch:
             return error
         except tuple(EXIT_CODES) as error:  # a subclass of the recipe's might not unpickle in the rank
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
+
+    __getitem__ = __call__  # torch's DataLoader takes it for a map-style data set
 
 
 def with_progress(micros: Iterator[Micro], batches: int, purpose: str = "validating") -> Generator[Micro]:

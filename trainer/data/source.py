@@ -4,19 +4,23 @@ import hashlib
 import itertools
 import traceback
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from functools import partial
+from operator import getitem
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
+from numpy.typing import NDArray
 from torch.utils.data import default_collate, get_worker_info
 
 from trainer.data.bad_samples import Bad
+from trainer.data.draws import same, untouched, watch
 from trainer.data.iterable import Iterated
 from trainer.data.own_generators import generators_in, seed_each
 from trainer.data.remote.shard import Remote
+from trainer.data.rows import Rows, many_of
 from trainer.data.sampling.mixture import Mixture
-from trainer.data.sampling.order import Order, Ref
+from trainer.data.sampling.order import Order, Ref, Refs, groups
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Dropped, maker_of
 from trainer.errors import (
@@ -28,9 +32,8 @@ from trainer.errors import (
     lacks_shared_memory,
     printable,
 )
-from trainer.rng import SAMPLE, keyed, mix_each, seed_all
+from trainer.rng import SAMPLE, keyed, mix, mix_each, seed_all, seed_python
 
-EPOCH = attrgetter("epoch")
 Transform = Callable[[Any, Generator], Any]
 
 
@@ -41,8 +44,9 @@ class SampleFault(RuntimeError):
 class Samples:
     """Stateless access to samples by reference. Each data worker has a copy.
 
-    Before each sample, `random`, NumPy, torch and a map-style data set's own generators are seeded from (seed, epoch,
-    sample). Augmentations therefore depend neither on the number of workers nor on the number of ranks.
+    If samples draw random numbers, `random`, NumPy, torch and a map-style data set's own generators are seeded from
+    (seed, epoch, sample) before each of them. Augmentations therefore depend neither on the number of workers nor on
+    the number of ranks.
 
     Args:
         mixed: For a mixture, the number of shards and the weight of each data set.
@@ -61,8 +65,10 @@ class Samples:
     ) -> None:
         self.reader, self.counts, self.fingerprint = reader, counts, fingerprint
         self.transform, self.seed, self.mixed = transform, seed, mixed
-        self.bases = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.bases: list[int] = self.starts.tolist()
         self.generators: list[Any] | None = None  # the data set's own; None: not searched yet in this process
+        self.draws = self.compared = False  # whether samples draw random numbers, and whether two seeds were compared
 
     @property
     def size(self) -> int:
@@ -94,39 +100,102 @@ class Samples:
     def close(self) -> None:
         self.reader.close()
 
-    def _keys(self, refs: Sequence[Ref]) -> list[int]:
-        """Return the key of each sample's random numbers."""
-        keys: list[int] = []
-        for epoch, group in itertools.groupby(refs, EPOCH):
-            numbers = [self.bases[shard] + offset for _, shard, offset in group]
-            keys += mix_each(self.seed, SAMPLE, epoch, last=np.array(numbers, np.uint64)).tolist()
-        return keys
+    def numbers(self, refs: Refs) -> NDArray[np.int64]:
+        """Return the places of samples in the stored order."""
+        return self.starts[refs.rows[:, 1]] + refs.rows[:, 2]
 
-    def batch(self, refs: list[Ref]) -> tuple[list[Any], list[Bad]]:
-        """Read samples, and return the good ones and the damaged ones."""
-        good: list[Any] = []
-        bad: list[Bad] = []
-        read, transform = self.reader.read, self.transform
+    def _keys(self, refs: Refs) -> list[int]:
+        """Return the key of each sample's random numbers."""
+        numbers, keys = self.numbers(refs).astype(np.uint64), np.empty(len(refs), np.uint64)
+        for epoch, here in groups(refs.rows[:, 0]):
+            keys[here] = mix_each(self.seed, SAMPLE, epoch, last=numbers[here])
+        return keys.tolist()
+
+    def whole(self, refs: Refs, collate: Callable[[list[Any]], Any]) -> Any:
+        """Return the batch of a data set that is rows of tensors; None for any other."""
+        if self.transform is not None or collate is not default_collate or self.reader.tensors is None:
+            return None
+        batch = self.reader.tensors.take(self.numbers(refs))
+        self._seed_last(refs)
+        return batch
+
+    def batch(self, refs: Refs) -> tuple[list[Any], list[Bad]]:
+        """Read samples, and return the good ones and the damaged ones.
+
+        Seeding takes longer than reading a small sample. So batches are read unseeded until one draws, which is read
+        again, like all later ones, with a seed for each sample.
+        """
         if self.generators is None:
             self.generators = generators_in(getattr(self.reader, "dataset", None))
-        for ref, key in zip(refs, self._keys(refs), strict=True):
+            self.draws = bool(self.generators)
+        found = None if self.draws else self._unseeded(refs)
+        return found or self._read(refs, seeded=True)
+
+    def _unseeded(self, refs: Refs) -> tuple[list[Any], list[Bad]] | None:
+        """Read samples; None if they draw random numbers.
+
+        Code that asks for a seed, or that restores a generator, leaves no trace: the first sample is read with a second
+        seed, too.
+        """
+        fault, good, bad = None, list[Any](), list[Bad]()
+        watch()
+        try:
+            good, bad = self._read(refs, seeded=False)
+        except Exception as error:
+            fault = error
+        self.draws = not untouched()
+        if fault and not self.draws:
+            raise fault
+        if good and not (self.draws or self.compared):
+            left_out = {each.ref for each in bad}
+            first = next(n for n, ref in enumerate(refs) if ref not in left_out)
+            again, _ = self._read(refs[first : first + 1], seeded=True)
+            self.draws, self.compared = not same(good[:1], again), True
+        if self.draws:
+            return None
+        self._seed_last(refs)
+        return good, bad
+
+    def _seed_last(self, refs: Refs) -> None:
+        """Leave a rank's generators as seeding each sample does, because code of the step may draw from them.
+
+        The trainer seeds torch's itself.
+        """
+        if get_worker_info() is None:
+            epoch, shard, offset = refs[-1]
+            seed_python(mix(self.seed, SAMPLE, epoch, self.bases[shard] + offset))
+
+    def _read(self, refs: Refs, seeded: bool) -> tuple[list[Any], list[Bad]]:
+        good, bad = list[Any](), list[Bad]()
+        read, places, fault = self.reader.reads(refs, at_once=not seeded)
+        if seeded or self.transform:
+            samples = map(partial(self._make, read, seeded), places, self._keys(refs))
+        else:
+            samples = map(read, places)
+        while len(good) + len(bad) < len(refs):
             try:
-                seed_all(key)
-                if self.generators:
-                    seed_each(self.generators, key)
-                value = read(ref)
-                good.append(value if transform is None else transform(value, keyed(key)))
+                good.extend(samples)  # up to a sample that can't be read
             except Dropped:
                 raise
             except DataError as error:
+                ref = refs[len(good) + len(bad)]
                 bad.append(Bad(ref, str(error), *self.reader.name(ref)))
             except (*EXIT_CODES, MemoryError):
                 raise
             except Exception as error:
-                raise SampleFault(self._trace(ref, error)) from None
+                raise SampleFault(self._trace(refs[len(good) + len(bad)], error)) from None
+        if fault and not bad:
+            raise SampleFault(self._trace(refs[0], fault, "__getitems__ of the samples from this one on: ")) from None
         return good, bad
 
-    def collate(self, refs: list[Ref], samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    def _make(self, read: Callable[[Any], Any], seeded: bool, place: Any, key: int) -> Any:
+        if seeded:
+            seed_all(key)
+            seed_each(self.generators or [], key)
+        value = read(place)
+        return value if self.transform is None else self.transform(value, keyed(key))
+
+    def collate(self, refs: Sequence[Ref], samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
         """Return the batch of these samples.
 
         Raises:
@@ -174,9 +243,25 @@ class MapReader:
 
     def __init__(self, dataset: Any, per_shard: int) -> None:
         self.dataset, self.per_shard = dataset, per_shard
+        self.many, self.tensors = many_of(dataset), Rows.of(dataset)
+        self.read = partial(getitem, dataset) if self.many is None else self._first
 
-    def read(self, ref: Ref) -> Any:
-        return self.dataset[ref.shard * self.per_shard + ref.offset]
+    def reads(self, refs: Refs, at_once: bool) -> tuple[Callable[[Any], Any], Sequence[Any], Exception | None]:
+        """Return a function, its argument for each sample, and why the samples could not be read at once."""
+        items, fault = (refs.rows[:, 1] * self.per_shard + refs.rows[:, 2]).tolist(), None
+        if at_once and self.many:
+            try:
+                values = self.many(items)
+                if len(values) == len(items):
+                    return identity, values, None
+                raise ValueError(f"returned {len(values)} samples for {len(items)} indices")
+            except Exception as error:  # one of these samples may be bad: each is read by itself
+                fault = error
+        return self.read, items, fault
+
+    def _first(self, item: int) -> Any:
+        assert self.many is not None
+        return self.many([item])[0]
 
     def name(self, ref: Ref) -> tuple[int, str]:
         return ref.shard, str(ref.shard * self.per_shard + ref.offset)
@@ -221,6 +306,10 @@ class NamedSources(dict[str, Source]):
     def close(self) -> None:
         for part in self.values():
             part.close()
+
+
+def identity(value: Any) -> Any:
+    return value
 
 
 def by_prefix(source: Source | NamedSources, split: str) -> dict[str, Source]:

@@ -72,8 +72,7 @@ class Held:
     def __init__(self, text: Text, place: Place) -> None:
         self.model, self.loss, self.weight, self.batch = text.model, text.loss, text.weight, text.batch
         source: Any = open_source(text, "train", seed=0)
-        refs = walk(source.counts, place.rank, place.world)
-        parts = [list(itertools.islice(refs, text.batch)) for _ in range(BATCHES)]
+        parts = itertools.islice(walk(source.counts, place.rank, place.world, text.batch), BATCHES)
         self.batches = [default_collate(source.batch(part)[0]) for part in parts]
 
     def data(self, split: str) -> list[Any] | None:

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from support.cli import environment
 from support.http import Proxy, needs_nginx
-from support.shards import all_of, kept, remote, samples, shard
+from support.shards import all_of, kept, remote, samples, shard, whole_walk
 
 from trainer import timeouts
 from trainer.data.remote.eviction import FOLDER, make_folder
 from trainer.data.remote.shard import Remote
-from trainer.data.sampling.order import walk
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
@@ -47,7 +46,7 @@ def test_the_cache_is_bounded_and_what_was_used_least_recently_goes(proxy: Proxy
         patch.setattr(timeouts, "IDLE_S", 0.0)
         reader, most = ShardReader(index), 0
         found = []
-        for ref in [*walk(index.counts, 0, 1)] * 2:
+        for ref in [*whole_walk(index.counts)] * 2:
             found.append(reader.read(ref))
             most = max(most, sum(path.stat().st_size for path in kept(tmp_path)))
         reader.close()

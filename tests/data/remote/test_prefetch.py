@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from shard_recipe import Tars, write_points
@@ -29,7 +30,7 @@ from trainer.data.remote.eviction import FOLDER, make_folder
 from trainer.data.remote.prefetch import DOWNLOADS, FAR, Window, fetching, training_needs
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
-from trainer.data.sampling.order import Order, Ref
+from trainer.data.sampling.order import Order, Refs
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.errors import UnavailableError
@@ -54,15 +55,18 @@ def test_the_shards_of_a_batch_are_those_of_its_blocks(seed: int) -> None:
                 found = order.shards(start, start + 23, rank, world)
                 assert {ref.shard for ref in order.local(start, start + 23, rank, world)} <= found
                 if isinstance(order, Order):
-                    blocks = {(e, v, r // order.block) for e, v, r in order._local(start, start + 23, rank, world)}
+                    blocks = {
+                        (e, v, r // order.block) for e, v, r in zip(*order._local(start, start + 23, rank, world))
+                    }
                     assert found == {ref.shard for block in blocks for ref in whole(order, *block)}
 
 
-def whole(order: Order, epoch: int, lane: int, number: int) -> list[Ref]:
+def whole(order: Order, epoch: int, lane: int, number: int) -> Refs:
     """All of a block."""
     rows = order.bounds[lane + 1] - order.bounds[lane]
     first = number * order.block
-    return order.refs((epoch, lane, row) for row in range(first, min(first + order.block, rows)))
+    block = np.arange(first, min(first + order.block, rows))
+    return order.refs(np.full_like(block, epoch), np.full_like(block, lane), block)
 
 
 def test_the_window_by_hand() -> None:

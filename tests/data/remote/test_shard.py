@@ -19,7 +19,7 @@ from trainer import timeouts
 from trainer.config.options import DataOptions
 from trainer.data.remote.eviction import FOLDER, MARKER
 from trainer.data.remote.shard import Remote
-from trainer.data.sampling.order import Ref
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
@@ -148,7 +148,7 @@ def test_a_server_that_is_away_is_waited_for_where_it_was_there_before(
         with pytest.raises(
             UnavailableError, match=r"^http.*s-000000\.tar: .*, tried \d+ times in 0 s; check the server"
         ):
-            source.batch([Ref(0, 0, 0)])  # and no sample is taken for a bad one
+            source.batch(Refs([Ref(0, 0, 0)]))  # and no sample is taken for a bad one
 
 
 def replaced(proxy: Proxy, tmp_path: Path, name: str) -> tuple[Remote, Index]:

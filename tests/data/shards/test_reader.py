@@ -19,7 +19,7 @@ from support.tars import add, shard_of
 
 import trainer.data.shards.index_file as stored_module
 import trainer.data.shards.reader as read_module
-from trainer.data.sampling.order import Ref
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.shards.decoders import DECODERS
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
@@ -147,7 +147,7 @@ def test_a_bad_sample_is_named(three: ShardReader, sleeps: list[float]) -> None:
     raw[offsets[1] + 600] ^= 1
     raw[offsets[2] + 5] ^= 1
     path.write_bytes(raw)
-    good, bad = Samples(three, [3], "", None, 0).batch([Ref(4, 0, i) for i in range(3)])
+    good, bad = Samples(three, [3], "", None, 0).batch(Refs([Ref(4, 0, i) for i in range(3)]))
     assert len(good) == 1
     lines = [each.line for each in bad]
     assert [line.pop("error").rpartition(", read")[0].count("the checksum of") for line in lines] == [1, 1]
@@ -215,7 +215,7 @@ def test_what_the_system_can_not_do_damages_no_sample(
     fails = 99
     source = Samples(ShardReader(three.index, timeout_s=0.1), [3], "", None, 0)
     with pytest.raises(UnavailableError, match=os.strerror(number)):
-        source.batch([Ref(0, 0, 1)])
+        source.batch(Refs([Ref(0, 0, 1)]))
 
 
 def test_an_index_that_is_gone_damages_no_sample(three: ShardReader) -> None:

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from support.cli import PYTHONPATH, QUICK, ROOT, lines, run, weights
 from support.loaders import open_loader, whole
 from support.messages import refuses
+from support.shards import whole_walk
 from support.untrusted import payload
 from toy_recipe import Points, Toy
 from webdataset.tariterators import group_by_keys, tar_file_expander
@@ -24,7 +25,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from trainer.config.check import check_stages
 from trainer.config.options import DataOptions
 from trainer.data.opening import open_source
-from trainer.data.sampling.order import Ref, walk
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.shards.index import Index
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import build_stages
@@ -60,7 +61,7 @@ def write(size: int = 24) -> list[Path]:
 
 def decoded(path: Path, decoders: list[Any]) -> list[dict[str, Any]]:
     reader = ShardReader(Index.open([path]), decoders)
-    found = [reader.read(ref) for ref in walk(reader.index.counts, 0, 1)]
+    found = [reader.read(ref) for ref in whole_walk(reader.index.counts)]
     reader.close()
     return found
 
@@ -185,11 +186,11 @@ def test_maps_of_a_dataset_and_of_a_mixture() -> None:
     plain.transform = None  # pyright: ignore
     options = DataOptions(**build_stages({"map": ["own_stages.noise"]}, ALLOW))
     source: Any = open_source(plain, "train", 0, options)
-    assert source.batch([Ref(0, 3, 0)])[0][0].keys() == {"x", "y", "mask", "noise"}
+    assert source.batch(Refs([Ref(0, 3, 0)]))[0][0].keys() == {"x", "y", "mask", "noise"}
     mixture = Images({"data/s-000000.tar": 1.0, "data/s-000001.tar": 2.0})
     source = open_source(mixture, "train", 0, DataOptions(**build_stages(NAMED, ALLOW)))
     source = pickle.loads(pickle.dumps(source))  # as a data worker that is no fork gets it
-    assert source.batch([Ref(0, 1, 3)])[0][0]["png"].shape == (3, 2, 4)
+    assert source.batch(Refs([Ref(0, 1, 3)]))[0][0]["png"].shape == (3, 2, 4)
 
 
 def test_webdataset_is_told_to_be_careful_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from trainer import timeouts
 from trainer.data.batch import Split
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.mixture import Mixture
-from trainer.data.sampling.order import Order, Ref
+from trainer.data.sampling.order import Order, Refs
 from trainer.data.workers import FORK, begin, started
 from trainer.errors import ConfigError, DataError, UnavailableError
 
@@ -133,5 +133,5 @@ def training_needs(order: Order | Mixture, steps: Iterable[tuple[int, Split]], r
         yield order.shards(start, start + split.samples, rank, split.shares)
 
 
-def validation_needs(parts: Callable[[], Iterable[list[Ref]]]) -> Iterator[set[int]]:
-    return ({ref.shard for ref in refs} for refs in parts())
+def validation_needs(parts: Callable[[], Iterable[Refs]]) -> Iterator[set[int]]:
+    return (set(refs.rows[:, 1].tolist()) for refs in parts())

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.sampling.order import Order, Ref, permutation, piece, remember
+from trainer.data.sampling.order import Order, Refs, groups, permutation, piece, remember
 from trainer.errors import DataError
 from trainer.rng import MIXTURE_ORDER, MIXTURE_PLACES, mix
 
@@ -48,18 +48,28 @@ class Mixture:
         self.samples, self.seed = sum(map(sum, counts)), seed  # samples of an epoch of the run: those of all data sets
         self._drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[Ref]:
-        """Return the samples of `rank` at positions [start, stop), from a similar share of each data set's lanes."""
-        return [self._ref(*place) for place in self._local(start, stop, rank, shares)]
+    def local(self, start: int, stop: int, rank: int, shares: int | Sequence[int], steps: int = 1) -> Refs:
+        """Return the samples, like `Order.local`; a step has a similar share of each data set's lanes."""
+        size = (stop - start) // steps
+        return Refs(np.concatenate([self._step(at, at + size, rank, shares) for at in range(start, stop, size)]))
+
+    def _step(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> NDArray[np.int64]:
+        sources, *places = self._local(start, stop, rank, shares)
+        found = np.empty((len(sources), 3), np.int64)
+        for source, here in groups(sources):
+            epochs, lanes, rows = (each[here] for each in places)
+            found[here] = self.orders[source].refs(epochs, lanes, rows).rows
+            found[here, 1] += self.first_shards[source]
+        return found
 
     def shards(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> set[int]:
         """Return the shards, like `Order.shards`."""
-        places = self._local(start, stop, rank, shares)
+        places = zip(*self._local(start, stop, rank, shares).tolist(), strict=True)
         blocks = {(source, epoch, lane, row // self.orders[source].block) for source, epoch, lane, row in places}
         return {self.first_shards[i] + shard for i, *block in blocks for shard in self.orders[i].shards_of(*block)}
 
-    def _local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Return the data set of each position, and its epoch, lane and row there."""
+    def _local(self, start: int, stop: int, rank: int, shares: int | Sequence[int]) -> NDArray[np.int64]:
+        """Return the data set of each position, and its epoch, lane and row there, as rows of an array."""
         sources, positions = self._draw(start, stop)
         depths: list[NDArray[np.float64]] = []  # relative place in the data set's lanes, by which data sets are merged
         places: list[NDArray[np.int64]] = []
@@ -72,11 +82,7 @@ class Mixture:
                 places.append(np.stack([np.full(len(mine), source), epochs, lanes, rows])[:, by_lane])
         first, last = piece(stop - start, rank, shares)
         own = np.argsort(np.concatenate(depths), kind="stable")[first:last]
-        return list(zip(*np.concatenate(places, axis=1)[:, own].tolist(), strict=True))
-
-    def _ref(self, source: int, epoch: int, lane: int, row: int) -> Ref:
-        [ref] = self.orders[source].refs([(epoch, lane, row)])
-        return ref._replace(shard=self.first_shards[source] + ref.shard)
+        return np.concatenate(places, axis=1)[:, own]
 
     def _draw(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the data set of each position, and the position in its stream; consecutive within a data set."""

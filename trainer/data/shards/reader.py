@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from trainer import timeouts
 from trainer.data.remote.shard import Remote
-from trainer.data.sampling.order import Ref
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.shards.decoders import decode, undecodable
 from trainer.data.shards.index import Index, opened
 from trainer.data.shards.tar import members, read_at
@@ -37,6 +37,12 @@ class ShardReader:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
+
+    tensors = None  # nothing is in memory, unlike a TensorDataset
+
+    def reads(self, refs: Refs, at_once: bool) -> tuple[Callable[[Any], Any], Sequence[Any], Exception | None]:
+        """Return a function, its argument for each sample, and why the samples could not be read at once."""
+        return self.read, refs, None
 
     def read(self, ref: Ref) -> dict[str, Any]:
         """Read a sample: its decoded members by extension, and its `__key__`.

@@ -1,5 +1,6 @@
 """Measures a disk, and reading shards as in training."""
 
+import itertools
 import os
 import tempfile
 import time
@@ -52,7 +53,7 @@ def read(index: Index) -> dict[str, float]:
     reader, count, size = ShardReader(index), 0, 0
     sizes = [index.samples(shard) for shard in range(len(index.shards))]
     began = time.perf_counter()
-    for ref in walk(index.counts, 0, 1):
+    for ref in itertools.chain.from_iterable(walk(index.counts, 0, 1, PER_SHARD)):
         reader.read(ref)
         count, size = count + 1, size + int(sizes[ref.shard][ref.offset][1])
         if time.perf_counter() - began > READ_FOR:

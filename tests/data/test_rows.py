@@ -1,0 +1,98 @@
+"""Rows of tensors are the batches of `default_collate`; a data set's `__getitems__` is used where it is newer."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, default_collate
+
+from trainer.data.rows import Rows, many_of
+
+X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)
+ITEMS = np.array([3, 0, 9, 3])
+WHOLE = TensorDataset(X, Y)
+HALF = Subset(WHOLE, range(19, 1, -2))
+
+
+@pytest.mark.parametrize("dataset", [WHOLE, TensorDataset(Y), HALF, Subset(HALF, torch.tensor([8, 7, 6, 0] * 3))])
+def test_rows_are_the_collated_samples(dataset: Any) -> None:
+    rows = Rows.of(dataset)
+    items = ITEMS % len(dataset)
+    expected = default_collate([dataset[i] for i in items.tolist()])
+    found = rows.take(items)
+    assert type(found) is type(expected) and all(map(torch.equal, found, expected))
+    assert [each.stride() for each in found] == [each.stride() for each in expected]
+
+
+class InWorker(Dataset[list[Tensor]]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> list[Tensor]:
+        taken = Rows.of(WHOLE).take(ITEMS)
+        assert all(each.is_shared() for each in taken)
+        return taken
+
+
+def test_a_worker_puts_rows_into_shared_memory_at_once() -> None:
+    [found] = DataLoader(InWorker(), batch_size=None, num_workers=1)
+    assert torch.equal(found[0], X[ITEMS]) and torch.equal(found[1], Y[ITEMS])
+
+
+class Own(TensorDataset):
+    """Returns something else than TensorDataset."""
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Own(X), ConcatDataset([WHOLE, WHOLE]), TensorDataset(X.t()[:3]), TensorDataset(X.clone().requires_grad_()),
+        TensorDataset(X.to("meta")), Subset(Own(X), [1]), [1, 2],
+    ],
+)  # fmt: skip
+def test_all_others_are_read_sample_by_sample(dataset: Any) -> None:
+    assert Rows.of(dataset) is None
+
+
+class Many(Dataset[int]):
+    def __getitem__(self, i: int) -> int:
+        return i
+
+    def __getitems__(self, items: list[int]) -> list[int]:
+        return [10 * i for i in items]
+
+
+class OnlyMany(Dataset[int]):
+    def __getitems__(self, items: list[int]) -> list[int]:
+        return items
+
+
+class Overridden(Many):
+    """torch's DataLoader would bypass this."""
+
+    def __getitem__(self, i: int) -> int:
+        return -i
+
+
+class Delegating:
+    def __init__(self) -> None:
+        self.inner = Many()
+
+    def __getitem__(self, i: int) -> int:
+        return -i
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Switched(Many):
+    __getitems__ = None  # pyright: ignore[reportAssignmentType] as torch allows
+
+
+def test_own_getitems_is_used_unless_the_class_has_a_newer_getitem() -> None:
+    for used in (Many(), OnlyMany(), Subset(Many(), [2, 1])):
+        assert len(many_of(used)([0, 1])) == 2
+    for unused in (Overridden(), Delegating(), Switched(), X, [1], np.arange(3)):
+        assert many_of(unused) is None
