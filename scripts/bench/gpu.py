@@ -11,7 +11,7 @@ if __name__ == "__main__":
         sys.path[0] = str(ROOT)
         sys.path.append(str(ROOT / ".gpu"))  # of scripts/gpu_wheels.sh
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / ".gpu"), os.environ.get("PYTHONPATH", "")])
-    from scripts.bench.bert.bench import main
+    from scripts.bench.one_gpu.run import main
     from scripts.command import command
 
     command(main)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from recipes.bert import Bert
 from recipes.wordpiece import CLS, SEP, SPECIALS
-from scripts.bench.bert.cells import Cell
+from scripts.bench.one_gpu.cells import Cell
 
 SAMPLES = 8192  # more than any cell takes: other trainers restart their data workers at the end of an epoch
 DOCUMENTS = 4  # of a sequence

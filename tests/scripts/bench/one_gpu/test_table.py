@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.bench.bert.cells import Cell
-from scripts.bench.bert.table import Measured, goals, tables
+from scripts.bench.one_gpu.cells import Cell
+from scripts.bench.one_gpu.table import Measured, goals, tables
 
 
 def speed(trainer: str, tokens: float, mfu: float | None = None, **more: object) -> tuple[Cell, dict[str, float]]:

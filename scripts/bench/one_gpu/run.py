@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench.bert.cells import Cell, matrix, miniature
-from scripts.bench.bert.measure import attempt
-from scripts.bench.bert.table import goals, tables
 from scripts.bench.harness import Failed, Report, Rounds, Turn, alone, listed, missing, parser, positive
+from scripts.bench.one_gpu.cells import Cell, matrix, miniature
+from scripts.bench.one_gpu.measure import attempt
+from scripts.bench.one_gpu.table import goals, tables
 from scripts.bench.trainers import PACKAGES
 from trainer.errors import ConfigError
 
@@ -34,7 +34,7 @@ CELL_S = 150  # of one cell, of which most is compiling
 LEAST_S = 20  # a cell is not begun with less time left
 LATE = "not run: the time was over"
 EXPECTED = ("not run", "no result", "refused", "out of memory")  # beginnings of reasons that are no fault of the bench
-LOADED = ["scripts.bench.bert.measure", "torch._dynamo"]  # not transformers: with torchao it opens the GPU
+LOADED = ["scripts.bench.one_gpu.measure", "torch._dynamo"]  # not transformers: with torchao it opens the GPU
 
 
 def main() -> int:

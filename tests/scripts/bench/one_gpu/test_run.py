@@ -10,9 +10,9 @@ import torch
 from support.cli import ROOT, environment
 from support.messages import refuses
 
-from scripts.bench.bert import bench
-from scripts.bench.bert.cells import Cell, matrix
 from scripts.bench.harness import Rounds
+from scripts.bench.one_gpu import run as bench
+from scripts.bench.one_gpu.cells import Cell, matrix
 
 
 def test_the_first_cells_are_measured_until_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

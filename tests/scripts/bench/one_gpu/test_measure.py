@@ -10,10 +10,10 @@ import torch
 from support.messages import refuses
 from support.needs import needs
 
-from scripts.bench.bert import measure as bench
-from scripts.bench.bert.cells import TINY, Cell
-from scripts.bench.bert.measure import KINDS, changes, kind_of
 from scripts.bench.harness import Failed, missing
+from scripts.bench.one_gpu import measure as bench
+from scripts.bench.one_gpu.cells import TINY, Cell
+from scripts.bench.one_gpu.measure import KINDS, changes, kind_of
 from scripts.bench.trainers import PACKAGES
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile

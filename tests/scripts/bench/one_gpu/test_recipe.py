@@ -7,8 +7,8 @@ import torch
 
 from recipes.bert import find_documents
 from recipes.wordpiece import CLS, SEP
-from scripts.bench.bert.cells import TINY, Cell, matrix
-from scripts.bench.bert.recipe import DOCUMENTS, SAMPLES, RandomText
+from scripts.bench.one_gpu.cells import TINY, Cell, matrix
+from scripts.bench.one_gpu.recipe import DOCUMENTS, SAMPLES, RandomText
 
 CELL = Cell("speed", "Echelon", 64, 2, size=TINY)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
-from scripts.bench.bert.cells import PEERS, Cell
 from scripts.bench.harness import Goal, Row, at_least, at_most
+from scripts.bench.one_gpu.cells import PEERS, Cell
 
 TITLES = {
     "speed": "training steps; tokens/s of one GPU, MFU of the peak in bf16, peak memory of tensors",

@@ -1,6 +1,6 @@
 """The matrix: what matters most comes first, and no cell comes twice."""
 
-from scripts.bench.bert.cells import LARGE, PEERS, matrix, miniature
+from scripts.bench.one_gpu.cells import LARGE, PEERS, matrix, miniature
 
 
 def test_the_best_settings_of_all_trainers_come_first() -> None:

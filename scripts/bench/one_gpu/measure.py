@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from scripts.bench import trainers
-from scripts.bench.bert.cells import Cell
-from scripts.bench.bert.recipe import RandomText
 from scripts.bench.harness import Failed, Turn
 from scripts.bench.hosts import Over
+from scripts.bench.one_gpu.cells import Cell
+from scripts.bench.one_gpu.recipe import RandomText
 from scripts.bench.trainers import Job, observers
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
