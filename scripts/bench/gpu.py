@@ -1,4 +1,4 @@
-"""Measures BERT-large on one GPU: `python scripts/bench/gpu.py` also runs where Echelon is not installed."""
+"""Tests and measures Echelon on one GPU: `python scripts/bench/gpu.py` also runs where Echelon is not installed."""
 
 import os
 import sys

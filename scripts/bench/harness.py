@@ -30,6 +30,7 @@ from trainer.config.tuned import cpu_name
 from trainer.errors import ConfigError
 from trainer.files import write_whole
 from trainer.process.environment import Place
+from trainer.process.exit import die_with_parent
 
 MARK = "<!-- measured -->\n"  # before and after the part of a page that a bench writes
 Row = dict[str, Any]  # column -> value, the same columns in every row of a table
@@ -154,6 +155,7 @@ def alone(function: Callable[..., Any], *args: Any, limit_s: float | None = None
 
 def _alone(answer: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
     os.setsid()
+    die_with_parent()  # of which a killed bench is one, or the server that forks for it
     try:
         answer.send(function(*args))
     except Failed as error:

@@ -21,6 +21,7 @@ from trainer.loggers.progress import Progress
 from trainer.monitors.memory.callback import Memory
 from trainer.monitors.throughput import Throughput
 from trainer.optim.groups import Groups, parameter_groups
+from trainer.parallel.blocks import longest_list
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
 
@@ -49,6 +50,8 @@ class Job:
     precision: str = "fp32"
     backend: str = ""  # of torch.compile; empty: eager
     workers: int = 0
+    blocks: bool = False  # compile each block instead of the whole model
+    mode: str | None = None  # of Inductor
 
     def build(self, groups: Callable[[nn.Module], Groups] = parameter_groups) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
@@ -56,8 +59,8 @@ class Job:
         return model, self.optimizer(groups(model))
 
     def compiled(self, model: nn.Module) -> nn.Module:
-        if self.backend:
-            model.compile(backend=self.backend)
+        for module in (longest_list(model) if self.blocks else [model]) if self.backend else ():
+            module.compile(backend=self.backend, mode=self.mode, dynamic=False if self.blocks else None)
         return model
 
     def upload(self) -> Iterable[Batch]:
@@ -176,13 +179,14 @@ def hugging_face(job: Job) -> None:
             return job.batches()
 
     net, optimizer = job.build()
+    whole = bool(job.backend) and not job.blocks
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     arguments = transformers.TrainingArguments(
         str(job.folder), max_steps=job.steps, logging_steps=LOG_EVERY, max_grad_norm=0.0,
         use_cpu=job.device.type == "cpu", bf16=job.precision == "bf16", save_strategy="no", report_to="none",
-        disable_tqdm=True, torch_compile=bool(job.backend), torch_compile_backend=job.backend or None,
+        disable_tqdm=True, torch_compile=whole, torch_compile_backend=job.backend if whole else None,
     )  # fmt: skip
-    model = WithLoss(net, job.recipe)
+    model = WithLoss(job.compiled(net) if job.blocks else net, job.recipe)
     Trainer(model, arguments, optimizers=(optimizer, constant), callbacks=[Ticking()]).train()
 
 

@@ -17,22 +17,27 @@ from torch.utils.data import DataLoader
 from scripts.bench import trainers
 from scripts.bench.harness import Failed, Turn
 from scripts.bench.hosts import Over
-from scripts.bench.one_gpu.cells import Cell
+from scripts.bench.one_gpu.cells import TINY, Cell
+from scripts.bench.one_gpu.clock import Clock, Ticks
+from scripts.bench.one_gpu.fixed_tests import run_tests
+from scripts.bench.one_gpu.images import time_images
 from scripts.bench.one_gpu.recipe import RandomText
+from scripts.bench.one_gpu.turns import time_turns
 from scripts.bench.trainers import Job, observers
 from trainer.callback import Callback
 from trainer.callbacks.activation_checkpoint import ActivationCheckpoint
 from trainer.callbacks.compile import Compile
 from trainer.config.options import CheckpointOptions
 from trainer.errors import ConfigError, is_out_of_memory
-from trainer.monitors.memory.allocator import GIB, peak_resident
+from trainer.monitors.memory.allocator import GIB
 from trainer.monitors.throughput import PEAKS
 from trainer.optim.factories import adamw
 from trainer.parallel.warmup import wait
 
 PROFILED = 3  # steps
+MODES = {"blocks, graphs": "reduce-overhead", "blocks, autotuned": "max-autotune-no-cudagraphs"}
 # Kind -> pattern of the names of its kernels, or of its operations on a CPU. The first that matches counts.
-KINDS = {
+KERNELS = {
     "attention": r"flash|fmha|attention|sdpa",
     "optimizer": r"multi_tensor|adam|foreach",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|mm\b|linear",
@@ -54,6 +59,8 @@ def attempt(cell: Cell, folder: str) -> Turn:
     for stream in (1, 2):
         os.dup2(log, stream)
     one_gpu()
+    if cell.size == TINY:
+        torch.set_num_threads(1)
     try:
         return measure(cell, Path(folder))
     except ConfigError as error:
@@ -75,11 +82,11 @@ def measure(cell: Cell, folder: Path) -> dict[str, float]:
     Raises:
         ConfigError: The trainer can't do what the cell wants.
     """
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu") if cell.size == TINY else torch.device("cuda", 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)
-    return PARTS[cell.part](cell, device, folder)
+    return KINDS[cell.kind](cell, device, folder)
 
 
 def job_of(cell: Cell, device: torch.device, folder: Path, tick: Callable[[], None]) -> Job:
@@ -91,19 +98,15 @@ def job_of(cell: Cell, device: torch.device, folder: Path, tick: Callable[[], No
         sampler = torch.randint(len(data), (steps * cell.micro,)).tolist()
         return DataLoader(data, cell.micro, sampler=sampler, num_workers=2 * cuda, pin_memory=cuda)
 
-    backend = cell.backend if cell.compiled == "whole" else ""
-    optimizer = partial(adamw, lr=1e-4)
-    return Job(recipe, loader, cell.micro, steps, folder, optimizer, device, tick, cell.precision, backend, 2 * cuda)
+    return Job(
+        recipe, loader, cell.micro, steps, folder, partial(adamw, lr=1e-4), device, tick, cell.precision,
+        cell.backend if cell.compiled != "no" else "", 2 * cuda, cell.compiled != "whole", mode_of(cell),
+    )  # fmt: skip
 
 
-class Ticks(Callback):
-    def __init__(self, tick: Callable[[], None], steps: int) -> None:
-        self.tick, self.steps = tick, steps
-
-    def on_step_end(self, trainer: Any) -> None:
-        self.tick()
-        if trainer.step == self.steps:
-            raise Over
+def mode_of(cell: Cell) -> str | None:
+    """Return the mode of Inductor; other backends have none."""
+    return MODES.get(cell.compiled) if cell.backend == "inductor" else None
 
 
 def echelon(cell: Cell, job: Job, watch: Callback, checkpoint: CheckpointOptions | None = None) -> None:
@@ -119,33 +122,12 @@ def echelon(cell: Cell, job: Job, watch: Callback, checkpoint: CheckpointOptions
 def changes(cell: Cell) -> dict[str, Callback]:
     found: dict[str, Callback] = {}
     if cell.compiled != "no":
-        found["compile"] = Compile(whole=cell.compiled == "whole", backend=cell.backend)
+        found["compile"] = Compile(whole=cell.compiled == "whole", backend=cell.backend, mode=mode_of(cell))
     if cell.recompute.startswith("budget="):
         found["activation_checkpoint"] = ActivationCheckpoint(budget=float(cell.recompute.removeprefix("budget=")))
     elif cell.recompute != "no":
         found["activation_checkpoint"] = ActivationCheckpoint(policy=cell.recompute)  # pyright: ignore[reportArgumentType]
     return found
-
-
-class Clock:
-    def __init__(self, cell: Cell, device: torch.device) -> None:
-        self.warm, self.timed, self.device = cell.warm, cell.timed, device
-        self.steps, self.began, self.seconds = 0, 0.0, 0.0
-
-    def tick(self) -> None:
-        self.steps += 1
-        if self.steps == self.warm:
-            wait(self.device)
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
-            self.began = time.perf_counter()
-        elif self.steps == self.warm + self.timed:
-            wait(self.device)
-            self.seconds = (time.perf_counter() - self.began) / self.timed
-
-    def peak_gib(self) -> float:
-        cuda = self.device.type == "cuda"
-        return (torch.cuda.max_memory_allocated(self.device) if cuda else peak_resident()) / GIB
 
 
 LOOPS: dict[str, Callable[[Job], None]] = {
@@ -169,7 +151,7 @@ def time_steps(cell: Cell, device: torch.device, folder: Path) -> dict[str, floa
 
 
 def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "others")
+    return next((kind for kind, pattern in KERNELS.items() if re.search(pattern, name, re.IGNORECASE)), "others")
 
 
 def profile_steps(cell: Cell, device: torch.device, folder: Path) -> dict[str, float]:
@@ -222,6 +204,7 @@ def time_checkpoint(cell: Cell, device: torch.device, folder: Path) -> dict[str,
     }  # fmt: skip
 
 
-PARTS: dict[str, Callable[[Cell, torch.device, Path], dict[str, float]]] = {
-    "speed": time_steps, "launches": time_steps, "kernels": profile_steps, "snapshot": time_checkpoint
+KINDS: dict[str, Callable[[Cell, torch.device, Path], dict[str, float]]] = {
+    "tests": run_tests, "turns": time_turns, "speed": time_steps, "kernels": profile_steps, "snapshot": time_checkpoint,
+    "images": time_images,
 }  # fmt: skip

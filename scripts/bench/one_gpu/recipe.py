@@ -49,6 +49,7 @@ class RandomText(Bert):
             **cell.size._asdict(),
             sequence=cell.sequence,
             document_mask=cell.documents,
+            loss_chunks=cell.chunks,
             attention_dropout=0.0 if cell.documents else None,
         )
 
