@@ -48,6 +48,7 @@ MONAI = ("tests/recipes/test_segmentation.py", "tests/recipes/test_scans.py")
 TRANSFORMERS = (
     "tests/recipes/test_huggingface", "tests/checkpoint/test_pretrained.py", "tests/config/test_targets.py",
     "tests/config/test_training_arguments.py", "tests/scripts/bench/one_gpu/test_measure.py",
+    "tests/scripts/bench/one_gpu/test_turns.py",
     "tests/security/test_targets.py",
 )  # fmt: skip
 SHARING = (SOURCES, LIGHTNING, MONAI, TRANSFORMERS)  # beginnings of files

@@ -26,7 +26,7 @@ def run_tests(cell: Cell, device: torch.device, folder: Path) -> dict[str, float
     Raises:
         Failed: A test failed, or did not run.
     """
-    command = [str(ROOT / "scripts" / "gpu_test"), "-q", f"--basetemp={folder / 'tests'}", *FIXED]
+    command = ["bash", str(ROOT / "scripts" / "gpu_test"), "-q", f"--basetemp={folder / 'tests'}", *FIXED]
     env = os.environ | {"PYTHON": sys.executable, "ECHELON_TEST_DEVICE": device.type}
     done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

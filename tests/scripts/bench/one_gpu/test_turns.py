@@ -12,6 +12,7 @@ from scripts.bench.one_gpu.cells import TINY, Cell
 pytestmark = needs("transformers")
 
 
+@pytest.mark.slow
 def test_a_ratio_of_both_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "ROUNDS", 1)
     monkeypatch.setattr(turns, "WARM", 45)
