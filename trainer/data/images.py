@@ -171,9 +171,13 @@ def resize(pixels: np.ndarray, size: int) -> np.ndarray:
 
     Each pixel differs by at most 1 from Pillow's, and all are equal if nothing is to be resized.
     """
-    images = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    made = torch.nn.functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
-    return np.ascontiguousarray(made[0].permute(1, 2, 0).numpy())
+    made = torch.nn.functional.interpolate(_channels_last(pixels), (size, size), mode="bilinear", antialias=True)
+    return made[0].permute(1, 2, 0).numpy()
+
+
+def _channels_last(pixels: np.ndarray) -> torch.Tensor:
+    """Return a view (1, 3, H, W) in the channels-last format, which torch's operations keep."""
+    return torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
 
 
 def resized(image: "Image | Jpeg", box: Box, size: int) -> np.ndarray:
@@ -214,7 +218,7 @@ def augment(image: "Image | Jpeg", size: int, least: float, flip: bool, rng: Gen
     """
     pixels = resized(image, crop_box(*image.size, least, rng), size)
     if flip and rng.random() < 0.5:
-        pixels = np.ascontiguousarray(pixels[:, ::-1])
+        pixels = _channels_last(pixels).flip(3)[0].permute(1, 2, 0).numpy()
     return pixels
 
 
