@@ -191,7 +191,8 @@ class Samples:
     def _make(self, read: Callable[[Any], Any], seeded: bool, place: Any, key: int) -> Any:
         if seeded:
             seed_all(key)
-            seed_each(self.generators or [], key)
+            if self.generators:
+                seed_each(self.generators, key)
         value = read(place)
         return value if self.transform is None else self.transform(value, keyed(key))
 
