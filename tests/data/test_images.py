@@ -28,7 +28,7 @@ from trainer.data.images import (
     resize,
 )
 from trainer.data.opening import open_source
-from trainer.data.sampling.order import Ref
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.shards.decoders import PIXELS, decode, image_of_bytes
 from trainer.data.shards.transforms import build_stages
 from trainer.data.shards.writer import write_shards
@@ -262,14 +262,16 @@ def test_a_config_names_the_decoder_and_the_map(tmp_path: Any) -> None:
     contents = [jpeg_bytes(scene(80, 60, seed)) for seed in range(8)]
     refs = [Ref(epoch, shard, offset) for epoch in (0, 1) for shard in (0, 1) for offset in range(4)]
     source = shards_of(tmp_path / "shards", contents)
-    together, bad = source.batch(refs)
+    together, bad = source.batch(Refs(refs))
     assert not bad and {sample["jpg"].shape for sample in together} == {(3, 16, 16)}
     assert [sample["cls"] for sample in together] == [*range(8)] * 2 and together[0]["jpg"].dtype == torch.uint8
     for ref, expected in list(zip(refs, together, strict=True))[::-1]:  # as in other workers, in another order
-        (sample,), _ = shards_of(tmp_path / "shards", contents).batch([ref])
+        (sample,), _ = shards_of(tmp_path / "shards", contents).batch(Refs([ref]))
         assert torch.equal(sample["jpg"], expected["jpg"])
     assert not torch.equal(together[0]["jpg"], together[8]["jpg"])
-    first, second = (shards_of(tmp_path / "shards", contents, "val").batch([ref])[0][0] for ref in (refs[0], refs[8]))
+    first, second = (
+        shards_of(tmp_path / "shards", contents, "val").batch(Refs([ref]))[0][0] for ref in (refs[0], refs[8])
+    )
     middle = crop_middle(lazy(contents[0]), 16, 18)
     assert torch.equal(first["jpg"], second["jpg"]) and (first["jpg"].permute(1, 2, 0).numpy() == middle).all()
 
@@ -277,7 +279,7 @@ def test_a_config_names_the_decoder_and_the_map(tmp_path: Any) -> None:
 def test_a_damaged_jpeg_of_a_shard_is_left_out_by_name(tmp_path: Any) -> None:
     contents = [jpeg_bytes(scene(80, 60, seed)) for seed in range(3)]
     contents[1] = contents[1][:-200]
-    good, bad = shards_of(tmp_path / "shards", contents).batch([Ref(0, 0, i) for i in range(3)])
+    good, bad = shards_of(tmp_path / "shards", contents).batch(Refs([Ref(0, 0, i) for i in range(3)]))
     assert [sample["cls"] for sample in good] == [0, 2]
     (only,) = bad
     name = f"{tmp_path}/shards/train-000000.tar: sample 1 ('1'), member 'jpg': can't be decoded ("
