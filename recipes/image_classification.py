@@ -19,9 +19,10 @@ from torch.utils.data import default_collate
 from recipes import digits
 from recipes.checks import check
 from recipes.export import write_model
-from recipes.images import DEVIATION, MEAN, ImageFolder, augment, crop_middle, image_of, normalise
+from recipes.images import ImageFolder, normalise
 from recipes.resnet import ResNet
 from trainer.annotated import check_arguments
+from trainer.data.images import DEVIATION, MEAN, LazyJpeg, augment, check_simplejpeg, crop_middle, image_key
 from trainer.data.shards.classes import CLASSES, read_classes
 from trainer.errors import ConfigError, require
 
@@ -77,8 +78,12 @@ class ImageClassification:
         check(0 < crop <= 1, f"recipe.crop={crop}: must be above 0, and at most 1")
         require("recipe.label_smoothing", label_smoothing, at_least=0, below=1)
         self.sources, self.classes = {"train": train, "val": val}, classes
+        self.decoders: list[LazyJpeg] = []
         if train is val is None:
             self._check_digits()
+        else:
+            check_simplejpeg("recipe")
+            self.decoders.append(LazyJpeg())
         self.network = {"classes": classes, "layers": layers, "width": width, "small_stem": small_stem}
         self.image, self.val_resize, self.crop, self.flip = image, val_resize, crop, flip
         self.label_smoothing, self.channels_last = label_smoothing, channels_last
@@ -103,7 +108,7 @@ class ImageClassification:
             return self._checked_names(source)
         numbers = self.sources["train"] is None  # the classes of the digits
         known = self.labels if numbers else self._known_names
-        images = ImageFolder(Path(source), known, "recipe.val", labelled=False)
+        images = ImageFolder(Path(source), known, "recipe.val", labelled=False, decoders=self.decoders)
         check(known is not None or not images.labelled, f"recipe.val={source}: {NO_NAMES} of recipe.train; {PACK}")
         return images
 
@@ -115,7 +120,7 @@ class ImageClassification:
         source = self.sources["train"]
         if not isinstance(source, str) or not Path(source).is_dir():
             return None
-        found = ImageFolder(Path(source))
+        found = ImageFolder(Path(source), decoders=self.decoders)
         self._check_number(len(found.classes), f"recipe.train={source} has {len(found.classes)} folders")
         return found
 
@@ -151,12 +156,12 @@ class ImageClassification:
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
         """Return `image`, a random crop (H, W, 3) of bytes, and `label`."""
-        made = augment(image_of(sample), self.image, self.crop, self.flip, rng)
+        made = augment(sample[image_key(sample)], self.image, self.crop, self.flip, rng)
         return {"image": made, "label": self._label(sample)}
 
     def val_transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
         """Return the middle of the image in place of a random crop. Without a class, it is for `predict` alone."""
-        made = crop_middle(image_of(sample), self.image, self.val_resize)
+        made = crop_middle(sample[image_key(sample)], self.image, self.val_resize)
         return {"image": made} | ({"label": self._label(sample)} if "cls" in sample else {})
 
     def _label(self, sample: Mapping[str, Any]) -> int:

@@ -1,7 +1,4 @@
-"""Images for classification: a folder with a folder per class, and what data workers make of an image.
-
-Training images are random crops, resized (Szegedy et al. 2014, arXiv:1409.4842), and mirrored at random. An image for
-validation is resized to its shorter side and cropped in its middle. Pillow does both.
+"""Images for classification: a folder with a folder per class, and the normalisation of a batch.
 
 A sample leaves the worker as bytes (H, W, 3). The floats of a normalised image are four times as many to send, from the
 worker and to the device. So `normalise` runs on the device. The bytes of a batch are in the order of torch's
@@ -9,30 +6,21 @@ channels-last format already.
 """
 
 import hashlib
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.data.shards.decoders import decode, undecodable
+from trainer.data.images import DEVIATION, EXTENSIONS, MEAN
+from trainer.data.shards.decoders import Deferred, decode, undecodable
 from trainer.errors import ConfigError
 from trainer.files import is_hidden
 from trainer.log import log
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm")  # those that Echelon decodes
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue, from 0 to 1
-RATIOS = (3 / 4, 4 / 3)  # width to height of a random crop, the least and the greatest
-TRIES = 10  # for a random crop that fits into the image
 
 
 class ImageFolder(Dataset[dict[str, Any]]):
@@ -43,15 +31,21 @@ class ImageFolder(Dataset[dict[str, Any]]):
         classes: The names of the classes; None: the folders' names, sorted.
         key: The setting that named the folder, for errors.
         labelled: False: a folder whose images are all outside of folders is taken, too. Its samples have no `cls`.
+        decoders: Functions (".jpg", bytes) -> value, as in `data.decoders`.
 
     Raises:
         ConfigError: There is no image, or a folder is of no class, or an image lies outside of all.
     """
 
     def __init__(
-        self, root: Path, classes: list[str] | None = None, key: str = "recipe.train", labelled: bool = True
+        self,
+        root: Path,
+        classes: list[str] | None = None,
+        key: str = "recipe.train",
+        labelled: bool = True,
+        decoders: Sequence[Callable[[str, bytes], Any]] = (),
     ) -> None:
-        self.root = root
+        self.root, self.decoders = root, decoders
         images = sorted(p for p in root.rglob("*") if p.suffix[1:].lower() in EXTENSIONS and p.is_file())
         found = [path for path in images if not is_hidden(path.relative_to(root).as_posix())]
         if len(images) > len(found):
@@ -76,7 +70,7 @@ class ImageFolder(Dataset[dict[str, Any]]):
         return len(self.files)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Return `image`, a Pillow image in RGB, and `cls`, the number of its class if it has one.
+        """Return `image`, a Pillow image in RGB unless a decoder applies, and `cls`, its class's number if it has one.
 
         Raises:
             DataError: The file is no image.
@@ -84,72 +78,14 @@ class ImageFolder(Dataset[dict[str, Any]]):
         """
         path = self.root / self.files[i]
         try:
-            image = decode(path.suffix[1:].lower(), path.read_bytes())
+            image = decode(path.suffix[1:].lower(), path.read_bytes(), self.decoders)
         except MemoryError:
             raise
         except Exception as error:  # Pillow may raise anything
             raise undecodable(error, path) from error
+        if isinstance(image, Deferred):
+            image.place = str(path)
         return {"image": image, "cls": int(self.labels[i])} if self.labelled else {"image": image}
-
-
-def image_of(sample: Mapping[str, Any]) -> "Image":
-    """Return the image of a sample, which is of `ImageFolder` or of a shard.
-
-    Raises:
-        ConfigError: The sample has none.
-    """
-    for name in ("image", *EXTENSIONS):
-        if name in sample:
-            return sample[name]
-    has = ", ".join(name for name in sample if not name.startswith("__"))
-    raise ConfigError(f"recipe: a sample has {has}, and no image; give shards whose samples have a jpg or a png")
-
-
-def crop_box(
-    width: int, height: int, least: float, rng: Generator, ratios: tuple[float, float] = RATIOS
-) -> tuple[int, int, int, int]:
-    """Return the left, top, right and bottom of a random crop.
-
-    The share of the area is uniform from `least` to 1. The logarithm of width to height is uniform between those of
-    `ratios`. If no crop of `TRIES` fits, the largest middle of such a ratio is the crop.
-    """
-    for _ in range(TRIES):
-        area = rng.uniform(least, 1.0) * width * height
-        ratio = math.exp(rng.uniform(math.log(ratios[0]), math.log(ratios[1])))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = int(rng.integers(width - w + 1)), int(rng.integers(height - h + 1))
-            return left, top, left + w, top + h
-    w, h = min(width, round(height * ratios[1])), min(height, round(width / ratios[0]))
-    left, top = (width - w) // 2, (height - h) // 2
-    return left, top, left + w, top + h
-
-
-def augment(image: "Image", size: int, least: float, flip: bool, rng: Generator) -> np.ndarray:
-    """Return a random crop as bytes (size, size, 3).
-
-    Args:
-        least: The smallest share of the image's area that a crop has.
-        flip: Half of the crops are mirrored.
-    """
-    from PIL.Image import Resampling, Transpose
-
-    box = crop_box(*image.size, least, rng)
-    image = image.resize((size, size), Resampling.BILINEAR, box)
-    if flip and rng.random() < 0.5:
-        image = image.transpose(Transpose.FLIP_LEFT_RIGHT)
-    return np.array(image)
-
-
-def crop_middle(image: "Image", size: int, shorter: int) -> np.ndarray:
-    """Return the middle as bytes (size, size, 3), of the image resized to `shorter` pixels on its shorter side."""
-    from PIL.Image import Resampling
-
-    width, height = image.size
-    side = min(width, height) * size / shorter  # of the crop, in pixels of the image
-    left, top = (width - side) / 2, (height - side) / 2
-    box = (left, top, left + side, top + side)
-    return np.array(image.resize((size, size), Resampling.BILINEAR, box))
 
 
 def normalise(images: Tensor, channels_last: bool) -> Tensor:

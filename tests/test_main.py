@@ -57,6 +57,33 @@ def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
     assert "A small network on synthetic data" in own.out
 
 
+NEEDED = {"antlr4", "hydra", "numpy", "omegaconf", "safetensors", "torch", "torchgen", "trainer", "yaml"}
+BY_TORCH = {
+    "attr", "attrs", "cython_runtime", "dill", "mpmath", "packaging", "pynvml", "sympy", "tqdm", "typing_extensions"
+}  # fmt: skip
+
+
+def test_a_run_imports_nothing_that_it_does_not_use(tmp_path):
+    """What torch itself imports depends on what is installed."""
+    code = "import atexit, sys; from trainer.main import main\n"
+    code += "atexit.register(lambda: print('loaded:', *sys.modules, file=sys.stderr))\n"
+    code += "sys.argv = ['echelon', *sys.argv[1:]]\nmain()"
+    words = [*TOY, *SHORT, "trainer.accelerator=cpu", "~callbacks.tensorboard", "data.workers=0"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=environment(), cwd=tmp_path, capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    loaded = done.stderr.rpartition("loaded: ")[2].split()
+    own = {name for name in loaded if name.startswith("trainer.")}
+    others = {name.partition(".")[0] for name in loaded} - {*sys.stdlib_module_names, *NEEDED, *BY_TORCH}
+    assert not {name for name in others if not name.startswith(("_", "toy"))}
+    assert "torch._dynamo" not in loaded and "torch.utils.tensorboard" not in loaded
+    unused = "trainer.callbacks.", "trainer.comm.codecs.", "trainer.parallel.fsdp", "trainer.tools."
+    assert not {name for name in own if name.startswith(unused)}
+    assert 100 < len(own) <= 210, sorted(own)
+
+
 def test_the_folder_of_a_run(default):
     cwd, _ = default
     folder = cwd / "runs" / "a"

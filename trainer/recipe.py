@@ -1,6 +1,6 @@
 """The recipe is the user's part: a model, data, a loss. It needs no base class, no registry, no import of Echelon."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +69,8 @@ class Optional(Protocol):
     tokens_per_sample: int  # for perf/tokens_per_s
     flops_per_sample: float  # forward and backward, for perf/mfu
     paths: tuple[str, ...]  # arguments that name files or folders; an export takes them from its command alone
+    # Functions (".jpg", bytes) -> value that decode members of shards, after those of `data.decoders`.
+    decoders: Sequence[Callable[[str, bytes], Any]]
     targets: tuple[str, ...]  # arguments that name classes; their packages must be in trainer.allow_targets
 
     def prepare_files(self, here: bool) -> None:

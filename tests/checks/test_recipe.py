@@ -406,7 +406,7 @@ def test_the_trial_changes_no_bit(metrics, world):
     tried = run_ranks(world, weights_after, metrics, True)
     plain = run_ranks(world, weights_after, metrics, False)
     assert [weights for weights, _ in tried] == [weights for weights, _ in plain]
-    assert sum(taken for _, taken in plain) == 13 < sum(taken for _, taken in tried)
+    assert 13 <= sum(taken for _, taken in plain) < sum(taken for _, taken in tried)
 
 
 def test_a_long_validation_says_how_far_it_is(monkeypatch, capsys):

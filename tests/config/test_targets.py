@@ -15,7 +15,7 @@ from support.untrusted import LAZY
 
 from trainer.config.build import build
 from trainer.config.check import check_node
-from trainer.config.targets import LIBRARIES, locate, named_in_conf
+from trainer.config.targets import LIBRARIES, STAGES, locate, named_in_conf
 from trainer.errors import ConfigError
 
 OTHERS = """
@@ -91,6 +91,7 @@ def own_definitions() -> set[str]:
 def test_of_echelons_own_code_a_config_names_only_what_conf_names(monkeypatch) -> None:
     monkeypatch.setattr("difflib.get_close_matches", lambda *_, **__: [])  # thousands of hints would take half a minute
     named = {target for path in (ROOT / "conf").glob("*/*.yaml") for target in TARGET.findall(path.read_text())}
+    named |= set(STAGES)
     homes = {f"{found.__module__}.{found.__name__}" for found in (locate("key", name, ()) for name in named)}
     others = sorted(own_definitions() - named - homes)
     assert len(others) > 2000 and named == named_in_conf() and "recipes.lightning.recipe.Lightning" in homes

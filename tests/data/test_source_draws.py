@@ -2,18 +2,16 @@
 
 import itertools
 import random
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.loaders import ACCUMULATE, SEED, open_loader, small_loader, steps
+from support.loaders import ACCUMULATE, SEED, small_loader, steps
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from toy_recipe import Toy
 
-from trainer.config.options import DataOptions
 from trainer.data.sampling.order import Ref
 from trainer.rng import SAMPLE, mix, seed_all
 
@@ -170,40 +168,3 @@ def test_a_micro_batch_is_one_call_of_getitems():
     assert [row for step in found for row in torch.cat(step.batches)[:, 0].tolist()] == [
         ref.shard for step in found for ref in step.refs
     ]
-
-
-def frames_of(loader: Any, count: int) -> int:
-    """Count the Python functions that run while `count` steps are loaded."""
-    stream, calls = loader.train(0), 0
-    next(stream)
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(note)
-    try:
-        for _ in range(count):
-            next(stream)
-    finally:
-        sys.setprofile(None)
-    loader.close()
-    return calls
-
-
-def test_a_sample_costs_two_frames_at_most():
-    """One is the data set's own."""
-    options = {"workers": 0, "shuffle_shards": 64, "shuffle_window": 512}
-    large, small = (
-        open_loader(Given(Plain()), options=DataOptions(**options), batch=batch, seed=SEED) for batch in (256, 32)
-    )
-    per_sample = (frames_of(large, 8) - frames_of(small, 8)) / (8 * (256 - 32))
-    assert per_sample <= 2
-
-
-class Plain(Dataset[int]):
-    def __len__(self) -> int:
-        return 1 << 16
-
-    def __getitem__(self, i: int) -> int:
-        return i

@@ -230,7 +230,7 @@ def test_two_epochs_are_two_passes(options, batch, limit, steps, tmp_path):
         ),
         (
             lambda split: DataLoader(Numbers(), 7),
-            r"batch=16: .* batches of 7 samples .*; give the DataLoader batch_size=16, or set batch=14 or batch=21",
+            "batch=16: .* of 7 samples .*; set batch=7 or batch=14 or batch=21, or give the DataLoader batch_size=16",
         ),
         (
             lambda split: DataLoader(Numbers(), None),

@@ -1,6 +1,7 @@
 """Anything of a run is killed at any moment, for as long as told: what comes out is what a run gives without."""
 
 import itertools
+import json
 import math
 import os
 import random
@@ -88,3 +89,40 @@ def start(cwd: Path) -> subprocess.Popen[bytes]:
 def soon(draw: random.Random) -> float:
     """When the next kill is: at times while ranks start, else not before they have made a step."""
     return time.monotonic() + draw.uniform(0, 10) if draw.random() < 0.3 else math.inf
+
+
+class Rows(NamedTuple):
+    step: int
+    bytes: dict[int, int]  # by process
+
+
+def private(pid: int) -> int:
+    """Bytes of a process that are no file's: its own, and its share of those that it shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    return sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_memory_is_flat_over_20000_steps_and_100_epochs(tmp_path):
+    """Of launcher, ranks and data workers, with a validation and a checkpoint every 1,000 steps."""
+    steps, metrics = 20_000, tmp_path / "runs" / "r" / "metrics.jsonl"
+    words = [*RUN, f"trainer.max_steps={steps}", "batch=24", "trainer.validate_every=1000", "recipe.samples=2400"]
+    words += ["trainer.checkpoint.every_steps=1000", "data.workers=1", "callbacks.probe.step_s=0"]
+    with watched(tmp_path), open(tmp_path / "output", "a") as output:
+        process = subprocess.Popen(
+            [*MAIN, *words], cwd=tmp_path, env=environment(**{MARK: str(tmp_path)}), stdout=output, stderr=output
+        )
+        seen = list[Rows]()
+        while process.poll() is None:
+            time.sleep(1)
+            with suppress(FileNotFoundError, ProcessLookupError, IndexError, KeyError):
+                step = json.loads(metrics.read_text().splitlines()[-1])["step"]
+                seen.append(Rows(step, {pid: private(pid) for pid in sorted(processes(tmp_path))}))
+    assert process.returncode == 0, (tmp_path / "output").read_text()[-5000:]
+    early = next(row for row in seen if row.step >= steps // 5)
+    late = next(row for row in reversed(seen) if row.bytes.keys() == early.bytes.keys())
+    grown = {pid: late.bytes[pid] - early.bytes[pid] for pid in early.bytes}
+    print(f"bytes at step {early.step}: {early.bytes}; more at step {late.step}: {grown}", flush=True)
+    assert late.step > 0.9 * steps and len(grown) >= 5 and max(grown.values()) < 2 << 20

@@ -21,6 +21,9 @@ from recipes.image_classification import ImageClassification
 from recipes.images import ImageFolder
 from recipes.resnet import ResNet
 from trainer.checkpoint.pretrained import load_weights
+from trainer.data.images import Jpeg
+from trainer.data.opening import open_source
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.shards.writer import write_shards
 from trainer.errors import ConfigError
 from trainer.optim.groups import parameter_groups
@@ -120,6 +123,37 @@ def test_without_pillow(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with refuses("recipe", "'pillow>=11'"):
         ImageClassification("shards")
+
+
+def test_without_simplejpeg(monkeypatch):
+    """The digits are PNGs, so they need none."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "simplejpeg" else name)
+    with refuses("recipe", "'simplejpeg>=1.8,<2'"):
+        ImageClassification("shards")
+    assert not ImageClassification(classes=10).decoders
+
+
+def test_jpegs_of_shards_and_folders_stay_compressed_until_the_crop(tmp_path):
+    """And both give Pillow's crops, to within 1."""
+    image = Image.radial_gradient("L").resize((60, 40)).convert("RGB")
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "b").mkdir()
+    image.save(tmp_path / "train" / "a" / "0.jpg", quality=95)
+    content = (tmp_path / "train" / "a" / "0.jpg").read_bytes()
+    write_shards([{"__key__": "0", "jpg": content, "cls": 0}], tmp_path / "shards", "train", per_shard=1)
+    (tmp_path / "train" / "b" / "1.jpg").write_bytes(content)
+    pillow = {"jpg": Image.open(tmp_path / "train" / "a" / "0.jpg"), "cls": 0}
+    for source in (tmp_path / "train", tmp_path / "shards" / "train-000000.tar"):
+        recipe = ImageClassification(str(source), classes=2, layers=[1], image=32, val_resize=40)
+        opened = open_source(recipe, "train", 0)
+        read, [place], _ = opened.reader.reads(Refs([Ref(0, 0, 0)]), at_once=False)
+        sample = read(place)
+        assert isinstance(sample.get("jpg", sample.get("image")), Jpeg)
+        for name in ("transform", "val_transform"):
+            found, expected = (
+                getattr(recipe, name)(each, np.random.default_rng(1))["image"].astype(int) for each in (sample, pillow)
+            )
+            assert np.abs(found - expected)[3:-3, 3:-3].max() <= 1
 
 
 def test_only_training_is_augmented():

@@ -1,4 +1,4 @@
-"""Images for classification: crops and their bounds, every mode becomes RGB, folders of classes, what is refused."""
+"""Images for classification: every mode becomes RGB, folders of classes, what is refused."""
 
 import io
 import re
@@ -14,16 +14,8 @@ from support.messages import refuses
 from support.shards import whole_walk
 
 from recipes import digits
-from recipes.images import (
-    DEVIATION,
-    MEAN,
-    ImageFolder,
-    augment,
-    crop_box,
-    crop_middle,
-    image_of,
-    normalise,
-)
+from recipes.images import ImageFolder, normalise
+from trainer.data.images import DEVIATION, MEAN, LazyJpeg, augment, crop_middle
 from trainer.data.shards.decoders import decode
 from trainer.data.shards.discover import find_shards
 from trainer.data.shards.index import Index
@@ -36,63 +28,6 @@ def ramp(width: int, height: int) -> Image.Image:
     y, x = np.mgrid[:height, :width]
     pixels = np.stack([x * 255 // max(1, width - 1), y * 255 // max(1, height - 1), np.zeros_like(x)], -1)
     return Image.fromarray(pixels.astype(np.uint8))
-
-
-@pytest.mark.parametrize(("width", "height"), [(8, 8), (500, 375), (40, 400), (1, 1), (1000, 3)])
-def test_a_random_crop_lies_in_the_image_and_has_the_area_and_the_ratio(width, height):
-    shares = []
-    for seed in range(300):
-        left, top, right, bottom = crop_box(width, height, 0.08, np.random.default_rng(seed))
-        assert 0 <= left < right <= width and 0 <= top < bottom <= height
-        w, h = right - left, bottom - top
-        shares.append(w * h / (width * height))
-        # Rounding moves each side by half a pixel.
-        assert (w - 0.5) / (h + 0.5) <= 4 / 3 * 1.001 and (w + 0.5) / (h - 0.5 or 1) >= 3 / 4 * 0.999
-    if width == 500:
-        assert min(shares) >= 0.079 and max(shares) > 0.9 and np.mean(shares) == pytest.approx(0.5, abs=0.06)
-        corners = {crop_box(width, height, 0.08, np.random.default_rng(seed))[:2] for seed in range(50)}
-        assert len(corners) == 50
-
-
-def test_of_an_image_that_no_ratio_fits_the_middle_is_taken():
-    assert crop_box(40, 400, 1.0, np.random.default_rng(0)) == (0, 173, 40, 226)
-    assert crop_box(12, 12, 1.0, np.random.default_rng(0)) == (0, 0, 12, 12)
-
-
-def test_an_augmentation_is_a_function_of_its_generator():
-    image = ramp(60, 40)
-    first, same, other = (augment(image, 16, 0.08, True, np.random.default_rng(seed)) for seed in (1, 1, 2))
-    assert (first == same).all() and (first != other).any()
-    assert first.shape == (16, 16, 3) and first.dtype == np.uint8
-    plain = {augment(image, 16, 0.08, False, np.random.default_rng(seed))[8].tobytes() for seed in range(20)}
-    assert len(plain) == 20
-
-
-def test_half_of_the_crops_are_mirrored():
-    def mirrored(flip: bool) -> float:
-        crops = [augment(ramp(30, 30), 8, 0.5, flip, np.random.default_rng(seed)).astype(int) for seed in range(400)]
-        return float(np.mean([crop[4, 0, 0] > crop[4, -1, 0] for crop in crops]))
-
-    assert mirrored(flip=False) == 0.0
-    assert mirrored(flip=True) == pytest.approx(0.5, abs=0.08)
-
-
-def test_a_crop_shows_its_part_of_the_image():
-    rng = np.random.default_rng(5)
-    left, top, right, bottom = crop_box(256, 256, 0.08, np.random.default_rng(5))
-    crop = augment(ramp(256, 256), 32, 0.08, False, rng)
-    assert crop[:, 0, 0].mean() == pytest.approx(left, abs=6) and crop[:, -1, 0].mean() == pytest.approx(right, abs=6)
-    assert crop[0, :, 1].mean() == pytest.approx(top, abs=6) and crop[-1, :, 1].mean() == pytest.approx(bottom, abs=6)
-
-
-def test_the_middle_of_an_image():
-    """A quarter of a 256 x 512 image, resized to a shorter side of 128, and 64 of it."""
-    crop = crop_middle(ramp(256, 512), 64, 128).astype(int)
-    assert crop.shape == (64, 64, 3)
-    assert (crop[0, 0, 0], crop[0, -1, 0]) == (pytest.approx(64, abs=4), pytest.approx(191, abs=4))
-    assert (crop[0, 0, 1], crop[-1, 0, 1]) == (pytest.approx(255 * 3 / 8, abs=4), pytest.approx(255 * 5 / 8, abs=4))
-    image = ramp(8, 8)
-    assert (crop_middle(image, 8, 8) == np.array(image)).all()  # nothing to resize: the image as it is
 
 
 def encoded(image: Image.Image, form: str) -> bytes:
@@ -169,6 +104,17 @@ def test_folders_that_are_refused(photos, tmp_path):
         ImageFolder(tmp_path / "empty")
 
 
+def test_a_folder_leaves_its_jpegs_to_a_decoder_and_a_damaged_one_has_its_name(photos):
+    found, plain = ImageFolder(photos, decoders=[LazyJpeg()]), ImageFolder(photos)
+    for i in range(3):
+        crops = [crop_middle(each[i]["image"], 6, 6) for each in (found, plain)]
+        assert (crops[0] == crops[1]).all() and found[i]["cls"] == plain[i]["cls"]
+    path = photos / "cat" / "2.jpeg"
+    path.write_bytes(path.read_bytes()[:-60])
+    with pytest.raises(DataError, match=rf"^{path}: can't be decoded \(.*\); write it again or remove it$"):
+        crop_middle(found[0]["image"], 6, 6)
+
+
 def test_images_in_no_folder_have_no_class(photos):
     with refuses("recipe.train", "1.png"):
         ImageFolder(photos / "dog", labelled=False)  # others are in one
@@ -188,13 +134,6 @@ def test_a_file_that_is_no_image_counts_as_damaged_and_one_that_is_gone_does_not
         found[0]
     with pytest.raises(UnavailableError, match=r"1\.png: .*No such file.*; fix the cause, then resume$"):
         found[1]
-
-
-def test_the_image_of_a_sample_of_a_shard():
-    image = ramp(2, 2)
-    assert image_of({"__key__": "0", "cls": 1, "png": image}) is image_of({"image": image}) is image
-    with refuses("recipe", "image", "jpg"):
-        image_of({"__key__": "0", "cls": 1, "txt": "a"})
 
 
 def read_shards(paths: list[Path]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from trainer.callbacks.grad_compress import GradCompress
 from trainer.callbacks.shard.callback import Shard
 from trainer.comm.reduce import AllReduce
 from trainer.data.opening import open_source
-from trainer.data.sampling.order import Ref
+from trainer.data.sampling.order import Ref, Refs
 from trainer.data.source import Samples
 from trainer.errors import ConfigError
 from trainer.optim.factories import sgd
@@ -245,7 +245,7 @@ def test_shards_of_parquet_give_the_rows_of_text(tmp_path: Path) -> None:
     text = recipe(tmp_path).data("train")
     source = open_source(shards, "train", 0)
     assert isinstance(source, Samples) and sum(source.counts) == 64 and shards.data("val") is None
-    rows, _ = source.batch([Ref(0, 0, i) for i in range(len(text))])
+    rows, _ = source.batch(Refs([Ref(0, 0, i) for i in range(len(text))]))
     assert [row.tolist() for row in rows] == [text[i].tolist() for i in range(len(text))]
 
 

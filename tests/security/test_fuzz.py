@@ -9,6 +9,7 @@ import io
 import json
 import tarfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from support.checkpoints import put
 from support.messages import refuses
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
@@ -24,7 +26,9 @@ from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expan
 from trainer.checkpoint.manifest import MANIFEST, Damaged, verify
 from trainer.checkpoint.serialize import load_state
 from trainer.checks.plan import refuse_other_manifests
+from trainer.data.images import Jpeg, LazyJpeg
 from trainer.data.sampling.order import Ref
+from trainer.data.shards.decoders import decode, image_of_bytes
 from trainer.data.shards.index import Index, scan_shard
 from trainer.data.shards.index_file import content_of, places_of
 from trainer.data.shards.reader import ShardReader
@@ -365,3 +369,42 @@ def test_any_state_is_read_or_damaged(tmp_path: Path, content: bytes, kind: str)
             assert isinstance(load_state(tmp_path, ["state.json"]), dict)
         except Damaged as error:
             assert "can't be read as a state" in str(error)
+
+
+def jpeg_of(settings_: dict[str, Any]) -> bytes:
+    y, x = np.mgrid[:40, :56]
+    file = io.BytesIO()
+    image = Image.fromarray(np.stack([x * 4, y * 6, (x * y) % 256], -1).astype(np.uint8))
+    image.convert(settings_.get("mode", "RGB")).save(file, "JPEG", progressive=settings_.get("progressive", False))
+    return file.getvalue()
+
+
+JPEGS = [jpeg_of(each) for each in ({}, {"progressive": True}, {"mode": "L"}, {"mode": "CMYK"})]
+
+
+@settings(FIXED, max_examples=300)
+@given(
+    which=st.sampled_from(JPEGS), changes=CHANGES, cut=st.none() | st.integers(0, 900), scale=st.sampled_from([1, 2])
+)
+def test_any_jpeg_is_decoded_as_pillow_decodes_it_or_refused(
+    which: bytes, changes: Any, cut: int | None, scale: int
+) -> None:
+    """A JPEG that stays compressed is damaged if it is damaged for Pillow, and otherwise has the same pixels."""
+    content = bytes(changed(which, changes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected = np.array(image_of_bytes(content, scale))
+        except Exception:  # Pillow may raise anything
+            expected = None
+        try:
+            value = decode("jpg", content, [LazyJpeg()])
+            if isinstance(value, Jpeg):
+                found = value.decode(scale)
+                assert expected is not None and (found == expected).all()
+            else:
+                assert expected is not None
+        except AssertionError:
+            raise
+        except Exception:
+            assert expected is None

@@ -68,7 +68,7 @@ def test_a_command_is_no_shard(shards: str) -> None:
 def test_no_program_is_run_unless_it_may_be(shards: str) -> None:
     said = one_line(sharded(Path.cwd(), shards, WDS_SECURE="0"), 78)
     assert said.startswith(
-        f"echelon: data.allow_pipe=false: {shards} is a program, and programs are not run; if you trust it, "
+        f"echelon: data.allow_pipe=false (the default): {shards} is a program, and programs are not run; "
     )
     assert not Path("mark").exists()
 

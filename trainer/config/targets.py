@@ -19,14 +19,15 @@ from trainer.redact import children
 LIBRARIES = ("torch.nn", "torch.optim", "transformers")  # packages that a command's config may name
 OURS = ("trainer", "recipes")
 MOVED = ("loggers", "monitors")  # have callbacks that older versions had in `callbacks` or `monitors`
+STAGES = ("trainer.data.images.Augment", "trainer.data.images.LazyJpeg")  # for `data.map` and `data.decoders`
 LIMITED = ("torch", "transformers")  # packages with functions and classes that run code which an argument names
 
 
 @functools.cache
 def named_in_conf() -> frozenset[str]:
-    """Return the targets that conf/ names, which any config may name of Echelon's own code."""
+    """Return the targets that conf/ names, and `STAGES`, which any config may name of Echelon's own code."""
     files = (path.read_text() for path in CONF.glob("*/*.yaml"))
-    return frozenset(name for text in files for name in re.findall(r"_target_: *([\w.]+)", text))
+    return frozenset([*STAGES, *(name for text in files for name in re.findall(r"_target_: *([\w.]+)", text))])
 
 
 def in_conf(target: str) -> str | None:

@@ -70,15 +70,20 @@ def open_source(
     # Both splits get the same seed, so that a `random_split` in `data` is the same both times.
     seed_all(mix(seed, RECIPE_DATA))
     data, options = returned(recipe, split), options or DataOptions()
+    decoders = [*options.decoders, *getattr(recipe, "decoders", ())]
     transform = transform_of(recipe, options, split != "train" if validates is None else validates)
+
+    def open_one(data: Any) -> Source:
+        return open_data(transform, data, split, seed, options, decoders, timeout_s)
+
     if data is None:
         return None
     if isinstance(data, Mapping) and not any(isinstance(weight, int | float) for weight in data.values()):
         if split != "train":
-            return named(data, split, lambda part: open_data(transform, part, split, seed, options, timeout_s))
+            return named(data, split, open_one)
         if any(hasattr(part, "__getitem__") and not isinstance(part, str) for part in data.values()):
             raise ConfigError("recipe.data('train'): returned a dict of data sets; return one of them, as data[split]")
-    return open_data(transform, data, split, seed, options, timeout_s)
+    return open_one(data)
 
 
 def returned(recipe: Any, split: str) -> Any:
@@ -105,23 +110,37 @@ def returned(recipe: Any, split: str) -> Any:
 
 
 def transform_of(recipe: Any, options: DataOptions, validates: bool) -> Transform | None:
-    """Return `data.map` followed by the recipe's `transform`, or by its `val_transform` if not for training."""
-    own = getattr(recipe, "transform", None)
-    own = getattr(recipe, "val_transform", own) if validates else own
-    return Maps(options.map, own) if options.map else own
+    """Return `data.map` followed by the recipe's `transform`.
+
+    For samples that are not trained on, they are replaced by the maps' `val_map` and the recipe's `val_transform`.
+    """
+    own, maps = getattr(recipe, "transform", None), options.map
+    if validates:
+        own, maps = getattr(recipe, "val_transform", own), [getattr(each, "val_map", each) for each in maps]
+    return Maps(maps, own) if maps else own
 
 
 def open_data(
-    transform: Transform | None, data: Any, split: str, seed: int, options: DataOptions, timeout_s: float
+    transform: Transform | None,
+    data: Any,
+    split: str,
+    seed: int,
+    options: DataOptions,
+    decoders: Sequence[Callable[[str, bytes], Any]],
+    timeout_s: float,
 ) -> Source:
-    """Open one data set that the recipe has returned."""
+    """Open one data set that the recipe has returned.
+
+    Args:
+        decoders: `data.decoders`, followed by the recipe's.
+    """
     refuse_no_data(data, split)
     if _names_shards(data):
         index = Index.open(find_shards(data, options), Progress())
-        reader = ShardReader(index, options.decoders, timeout_s)
+        reader = ShardReader(index, decoders, timeout_s)
         return Samples(reader, index.counts, index.fingerprint, transform, seed)
     if isinstance(data, Mapping):
-        return mixture(data, split, transform, seed, options, timeout_s)
+        return mixture(data, split, transform, seed, options, decoders, timeout_s)
     if options.decoders and split == "train":
         raise ConfigError("data.decoders: recipe.data('train') has no shards to decode; leave data.decoders out")
     if is_map_style(data):
@@ -215,7 +234,13 @@ def map_style(data: Any, split: str, transform: Any, seed: int) -> Samples:
 
 
 def mixture(
-    data: Mapping[Any, Any], split: str, transform: Any, seed: int, options: DataOptions, timeout_s: float
+    data: Mapping[Any, Any],
+    split: str,
+    transform: Any,
+    seed: int,
+    options: DataOptions,
+    decoders: Sequence[Callable[[str, bytes], Any]],
+    timeout_s: float,
 ) -> Samples:
     """Open a mixture, a dict from shards to weights. One index has the shards of all data sets, in order."""
     for shards, weight in data.items():
@@ -232,7 +257,7 @@ def mixture(
     index = Index([shard for part in indices for shard in part.shards])
     mixed = [(len(part.shards), float(weight)) for part, weight in zip(indices, data.values(), strict=True)]
     fingerprint = hashlib.sha256(f"{index.fingerprint} {mixed}".encode()).hexdigest()
-    reader = ShardReader(index, options.decoders, timeout_s)
+    reader = ShardReader(index, decoders, timeout_s)
     return Samples(reader, index.counts, fingerprint, transform, seed, mixed)
 
 

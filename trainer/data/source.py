@@ -191,7 +191,8 @@ class Samples:
     def _make(self, read: Callable[[Any], Any], seeded: bool, place: Any, key: int) -> Any:
         if seeded:
             seed_all(key)
-            seed_each(self.generators or [], key)
+            if self.generators:
+                seed_each(self.generators, key)
         value = read(place)
         return value if self.transform is None else self.transform(value, keyed(key))
 
@@ -244,7 +245,7 @@ class MapReader:
     def __init__(self, dataset: Any, per_shard: int) -> None:
         self.dataset, self.per_shard = dataset, per_shard
         self.many, self.tensors = many_of(dataset), Rows.of(dataset)
-        self.read = partial(getitem, dataset) if self.many is None else self._first
+        self._one = partial(getitem, dataset) if self.many is None else self._first
 
     def reads(self, refs: Refs, at_once: bool) -> tuple[Callable[[Any], Any], Sequence[Any], Exception | None]:
         """Return a function, its argument for each sample, and why the samples could not be read at once."""
@@ -257,7 +258,7 @@ class MapReader:
                 raise ValueError(f"returned {len(values)} samples for {len(items)} indices")
             except Exception as error:  # one of these samples may be bad: each is read by itself
                 fault = error
-        return self.read, items, fault
+        return self._one, items, fault
 
     def _first(self, item: int) -> Any:
         assert self.many is not None

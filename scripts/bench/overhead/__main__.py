@@ -11,7 +11,7 @@ bench takes about 5 minutes.
 import itertools
 
 from scripts.bench.harness import Goal, Report, Row, at_most, parser
-from scripts.bench.overhead.start_up import start_up
+from scripts.bench.overhead.start_up import imports, start_up
 from scripts.bench.overhead.steps import one_process, step_timer, two_ranks
 from scripts.bench.trainers import PACKAGES
 from scripts.command import command
@@ -41,7 +41,7 @@ def main() -> None:
         timer = step_timer(args.rounds or (15 if args.quick else 100))
         ddp = two_ranks(args.rounds or (5 if args.quick else 50))
         start = start_up(args.rounds or 5)
-        report.tables, report.goals = [loop, timer, ddp, start], goals(loop, timer, ddp, start)
+        report.tables, report.goals = [loop, timer, ddp, start, imports()], goals(loop, timer, ddp, start)
 
 
 if __name__ == "__main__":

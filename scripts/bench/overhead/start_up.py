@@ -1,10 +1,14 @@
 """Times fresh processes: `--help`, a bare step, and Echelon's first step."""
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.bench.harness import Rounds, Row, Turn
@@ -43,6 +47,8 @@ ECHELON += [
     "+callbacks.clock._target_=clock.Clock",
     "trainer.allow_targets=[toy_recipe,clock]",
 ]
+IMPORT = re.compile(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", re.MULTILINE)
+LISTED = 6  # packages
 PROCESSES = {
     "--help": ["-m", "trainer.main", "--help"],
     "import torch, a bare step": ["-c", BARE],
@@ -50,11 +56,39 @@ PROCESSES = {
 }
 
 
-def start_up(rounds: int) -> list[Row]:
-    """Start each process once in every round; a time ends with the process or with its first step."""
+@contextmanager
+def place() -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield a folder and an environment for the processes."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "clock.py").write_text(CLOCK)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([folder, str(ROOT), str(TOY)]), "OMP_NUM_THREADS": "1"}
+        yield (
+            folder,
+            os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join([folder, str(ROOT), str(TOY)]),
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+
+
+def imports() -> list[Row]:
+    """List the packages whose modules take longest to import until Echelon's first step, by `-X importtime`."""
+    with place() as (folder, env):
+        command = [sys.executable, "-X", "importtime", *ECHELON]
+        said = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=True).stderr
+    found = IMPORT.findall(said)
+    times, counts = Counter[str](), Counter(name.partition(".")[0] for _, name in found)
+    for microseconds, name in found:
+        times[name.partition(".")[0]] += int(microseconds)
+    listed = [(name, counts[name], spent) for name, spent in times.most_common(LISTED)]
+    listed.append(("all", len(found), times.total()))
+    part = "imports until Echelon's first step, by -X importtime"
+    return [{"part": part, "package": name, "modules": count, "seconds": spent / 1e6} for name, count, spent in listed]
+
+
+def start_up(rounds: int) -> list[Row]:
+    """Start each process once in every round; a time ends with the process or with its first step."""
+    with place() as (folder, env):
 
         def start(name: str) -> Turn:
             began = time.monotonic()

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[Callable[[Any], set[str]], set[str], int]] = {  # values 
     "cost_model": (column("row"), {"ddp-25", "overlap"}, 10),
     "data --quick": (column("loader"), {"raw", "Echelon", "webdataset"}, 13),
     "hetero --quick": (column("shares"), {"hetero_batch", "even shares"}, 2),
+    "images --quick": (column("loader"), {"Echelon", "Pillow", "decode alone"}, 2),
     "overhead --quick --rounds 1": (
         lambda rows: {row.get("loop") or row["process"] for row in rows},
         {"bare loop", "Echelon", "Echelon, default observers", "Echelon, step_timer", "bare DDP", "--help"}, 6,

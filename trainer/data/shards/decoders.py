@@ -58,12 +58,25 @@ def undecodable(error: Exception, place: object, fix: str = "write it again or r
     return DataError(f"{place}: can't be decoded ({error}); {fix}")
 
 
-def _image(content: bytes) -> Any:
+class Deferred:
+    """A member whose decoder has left it compressed. A DataError of its later decoding begins with `place`."""
+
+    place = ""
+
+
+def image_of_bytes(content: bytes, scale: int = 1) -> Any:
+    """Decode an image to RGB by Pillow.
+
+    Args:
+        scale: 2, 4 or 8 divides the width and height of a JPEG.
+    """
     from PIL import Image  # imported here, since data without images needs no Pillow
 
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         if image.width * image.height > max(PIXELS, PIXELS_PER_BYTE * len(content)):
             raise ValueError(f"{image.width} x {image.height} pixels in {len(content)} bytes")
+        if scale > 1:
+            image.draft("RGB", (image.width // scale, image.height // scale))
         return image.convert("RGB")
 
 
@@ -134,7 +147,7 @@ def _tenbin(content: bytes) -> list[Any]:
 TENBIN = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
 
 DECODERS: dict[str, Callable[[bytes], Any]] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "ppm"), _image),
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "ppm"), image_of_bytes),
     **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
     **dict.fromkeys(("cls", "cls2", "id", "index", "inx", "int"), int),
     **dict.fromkeys(("json", "jsn"), json.loads),

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from braceexpand import braceexpand
-
 from trainer.config.options import DataOptions
 from trainer.data.remote.decompress import LONGEST_START, is_packed, starts_packed
 from trainer.data.remote.download import SCHEMES, shown, words_of
@@ -75,6 +73,8 @@ def refuse_incomplete(files: Sequence[str]) -> None:
 
 def expanded(pattern: str) -> list[str]:
     """Expand the braces of a pattern. Raise a ValueError if they are unbalanced, or for more than `MOST` names."""
+    from braceexpand import braceexpand  # imported here, since data without shards needs none
+
     sizes = (abs(int(last) - int(first)) // max(1, int(step or 1)) + 1 for first, last, step in RANGE.findall(pattern))
     names = list(itertools.islice(braceexpand(pattern), MOST + 1)) if max(sizes, default=0) <= MOST else []
     if not 0 < len(names) <= MOST:

@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 from trainer import timeouts
 from trainer.data.remote.shard import Remote
 from trainer.data.sampling.order import Ref, Refs
-from trainer.data.shards.decoders import decode, undecodable
+from trainer.data.shards.decoders import Deferred, decode, undecodable
 from trainer.data.shards.index import Index, opened
-from trainer.data.shards.tar import members, read_at
+from trainer.data.shards.tar import Member, members, read_at
 from trainer.errors import DataError, UnavailableError
 
 READS = 3  # tries before a sample counts as damaged
@@ -59,12 +59,13 @@ class ShardReader:
                 sample["__key__"] = member.key
                 try:
                     own = content[member.content : member.content + member.size]
-                    sample[member.extension] = decode(member.extension, own, self.decoders)
+                    value = sample[member.extension] = decode(member.extension, own, self.decoders)
+                    if isinstance(value, Deferred):
+                        value.place = _place(path, ref, member)
                 except MemoryError:
                     raise
                 except Exception as error:  # decoders may raise anything
-                    name = f"{path}: sample {ref.offset} ({member.key!r}), member {member.extension!r}"
-                    raise undecodable(error, name, "write it again or leave it out") from error
+                    raise undecodable(error, _place(path, ref, member), "write it again or leave it out") from error
         return sample
 
     def name(self, ref: Ref) -> tuple[str, str | None]:
@@ -146,6 +147,10 @@ class ShardReader:
     def _close(self, number: int) -> None:
         if number in self._open:
             self._open.pop(number)[0].close()
+
+
+def _place(path: object, ref: Ref, member: Member) -> str:
+    return f"{path}: sample {ref.offset} ({member.key!r}), member {member.extension!r}"
 
 
 def _first_key(content: bytes) -> str | None:
