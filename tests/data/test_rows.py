@@ -16,7 +16,14 @@ WHOLE = TensorDataset(X, Y)
 HALF = Subset(WHOLE, range(19, 1, -2))
 
 
-@pytest.mark.parametrize("dataset", [WHOLE, TensorDataset(Y), HALF, Subset(HALF, torch.tensor([8, 7, 6, 0] * 3))])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        WHOLE, TensorDataset(Y), HALF, Subset(HALF, torch.tensor([8, 7, 6, 0] * 3)),
+        TensorDataset(Y.unfold(0, 4, 1)[:, :-1], X[:17, 1]), TensorDataset(X.t().contiguous().t()),
+        TensorDataset(torch.arange(240.0).view(10, 2, 3, 4).to(memory_format=torch.channels_last)),
+    ],
+)  # fmt: skip
 def test_rows_are_the_collated_samples(dataset: Any) -> None:
     rows = Rows.of(dataset)
     items = ITEMS % len(dataset)
@@ -48,7 +55,7 @@ class Own(TensorDataset):
 @pytest.mark.parametrize(
     "dataset",
     [
-        Own(X), ConcatDataset([WHOLE, WHOLE]), TensorDataset(X.t()[:3]), TensorDataset(X.clone().requires_grad_()),
+        Own(X), ConcatDataset([WHOLE, WHOLE]), TensorDataset(X.clone().requires_grad_()),
         TensorDataset(X.to("meta")), Subset(Own(X), [1]), [1, 2],
     ],
 )  # fmt: skip

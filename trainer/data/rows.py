@@ -36,8 +36,11 @@ class Rows:
 
 
 def is_plain(tensor: Tensor) -> bool:
+    """Return whether rows of a tensor are in memory as `default_collate` would lay them."""
     dense = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return dense and tensor.is_contiguous() and not tensor.requires_grad
+    if not dense or tensor.requires_grad or not len(tensor):
+        return False
+    return tensor.index_select(0, torch.zeros(2, dtype=torch.long)).is_contiguous()
 
 
 def take(tensor: Tensor, rows: Tensor) -> Tensor:
