@@ -22,7 +22,7 @@ from recipes.export import write_model
 from recipes.images import ImageFolder, normalise
 from recipes.resnet import ResNet
 from trainer.annotated import check_arguments
-from trainer.data.images import DEVIATION, MEAN, LazyJpeg, augment, check_simplejpeg, crop_middle, image_key
+from trainer.data.images import DEVIATION, MEAN, LazyJpeg, augment, check_simplejpeg, crop_middle, image_of
 from trainer.data.shards.classes import CLASSES, read_classes
 from trainer.errors import ConfigError, require
 
@@ -156,12 +156,12 @@ class ImageClassification:
 
     def transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
         """Return `image`, a random crop (H, W, 3) of bytes, and `label`."""
-        made = augment(sample[image_key(sample)], self.image, self.crop, self.flip, rng)
+        made = augment(image_of(sample)[1], self.image, self.crop, self.flip, rng)
         return {"image": made, "label": self._label(sample)}
 
     def val_transform(self, sample: Mapping[str, Any], rng: Generator) -> dict[str, Any]:
         """Return the middle of the image in place of a random crop. Without a class, it is for `predict` alone."""
-        made = crop_middle(sample[image_key(sample)], self.image, self.val_resize)
+        made = crop_middle(image_of(sample)[1], self.image, self.val_resize)
         return {"image": made} | ({"label": self._label(sample)} if "cls" in sample else {})
 
     def _label(self, sample: Mapping[str, Any]) -> int:

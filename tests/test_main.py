@@ -172,6 +172,8 @@ def test_a_sweep_that_ends_at_once_has_last_words():
     rest = main.not_started(sweep, 1, "")
     assert rest.endswith("2 of 3 runs were not started: optimizer.lr=1; optimizer.lr=2; the same command continues\n")
     assert main.not_started(sweep, 3, "") == ""
+    secret = [job._replace(argv=[f"+callbacks.x.token=abc{n}", "a\x1b=1"]) for n, job in enumerate(same)]
+    assert "abc" not in (said := main.not_started(secret, 1, "")) and "\x1b" not in said and "token=" in said
     lines = main.last_words(sweep, 2, "").splitlines()
     assert lines[0] == "echelon: the runs that ended: echelon compare runs/a" and "optimizer.lr=2" in lines[1]
 

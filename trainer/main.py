@@ -158,6 +158,7 @@ def command(arguments: list[str]) -> int:
         wrote.append(written(job) != before)
         if codes[-1] in (STOPPED, 130):
             break
+    SignalListener.last_words = ""
     if len(jobs) > 1:
         compare(jobs, codes[1:], wrote)
         print(not_started(jobs, len(wrote), again), end="", file=sys.stderr, flush=True)
@@ -238,7 +239,8 @@ def not_started(jobs: "list[Job]", begun: int, folder: str) -> str:
     """Name the runs of a multirun after the first `begun` in a line, and how to continue; "" if there are none."""
     from trainer.config.compose import own_words
 
-    rest = "; ".join(shlex.join(own_words(job, jobs)) or "(the same words)" for job in jobs[begun:])
+    words = (printable(shlex.join(map(redact_argument, own_words(job, jobs)))) for job in jobs[begun:])
+    rest = "; ".join(each or "(the same words)" for each in words)
     if not rest:
         return ""
     how = "the same command continues"

@@ -296,7 +296,10 @@ class Plan:
         known = all(value is None or (fits(value, float) and 0 < value < math.inf) for value in saved)
         if not isinstance(rate, ShapedRate) or not known or not step or self.batch_before != self.batch:
             return ""
-        end = self._last_step(*saved)
+        try:
+            end = self._last_step(*saved)
+        except ConfigError:  # an epoch has no known length any more
+            return ""
         was = rate if end is None else rate.ending(end + self.ahead)
         if was(step) == rate(step):
             return ""

@@ -77,10 +77,6 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 def seed_all(key: int) -> None:
     """Seed the generators that data loading uses. The trainer reseeds torch before each step, for the model."""
-    seed_python(key)
-    torch.default_generator.manual_seed(key)
-
-
-def seed_python(key: int) -> None:
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(key)

@@ -37,6 +37,7 @@ def test_a_file_that_echelons_own_would_hide_is_refused(tmp_path, file, fix):
         ("batch=24: does not", [], "batch=24: does not"),  # a recipe's YAML sets it
         ("trainer.overfit=null: x", [], "trainer.overfit=null: x"),
         ("data.shuffle_shards=64: x", ["data.workers=1"], "data.shuffle_shards=64 (the default): x"),
+        ("data.shuffle_shards=64: x", ["+data={shuffle_shards: 64}"], "data.shuffle_shards=64: x"),
         ("a.b=c: x", [], "a.b=c: x"),
         ("no key", [], "no key"),
     ],

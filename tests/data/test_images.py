@@ -323,13 +323,30 @@ def test_colours_change_by_up_to_the_amounts() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"size": 0}, {"val_resize": 100}, {"crop": 0}, {"jitter": [0.1] * 5}, {"jitter": [-1]}, {"jitter": [0, 0, 0, 1]}],
+    [
+        {"size": 0}, {"size": 8.5}, {"size": "8"}, {"val_resize": 100}, {"crop": 0}, {"crop": float("nan")},
+        {"crop": [0.1, 1]}, {"flip": 0.5}, {"jitter": 0.4}, {"jitter": [0.1] * 5}, {"jitter": [-1]},
+        {"jitter": [float("nan")]}, {"jitter": [0, 0, 0, 1]}, {"normalise": "imagenet"},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_arguments_that_are_refused(arguments: dict[str, Any]) -> None:
     (name,) = arguments
-    with pytest.raises(ConfigError, match=rf"^data\.map: Augment\.{name}="):
+    with pytest.raises(ConfigError, match=rf"^data\.map: Augment\.{name}(\.\d)?="):
         Augment(**arguments)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "1"])
+def test_an_image_of_another_mode_becomes_rgb(mode: str) -> None:
+    """Such as one that a decoder of the user's gives."""
+    image = scene(20, 16, 0).convert(mode)
+    made = Augment(8, 8).val_map({"png": image})["png"]
+    assert torch.equal(made, Augment(8, 8).val_map({"png": image.convert("RGB")})["png"]) and made.shape == (3, 8, 8)
+
+
+def test_an_image_that_is_an_array_is_refused() -> None:
+    with refuses("recipe", "the png of a sample is of the class numpy.ndarray", "make a Pillow image of it"):
+        Augment(8)({"png": np.zeros((8, 8, 3), np.uint8)})
 
 
 def test_without_simplejpeg(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def test_a_worker_asks_for_its_next_batch_before_it_reads_this_one(workers, tmp_
     for process in {line[0] for line in lines}:
         mine = [(what, (shard, offset)) for pid, what, shard, offset in lines if pid == process]
         asked, seen = [ref for what, ref in mine if what == "prefetch"], [ref for what, ref in mine if what == "read"]
-        assert len(seen) >= 2 * micro and seen.pop(micro) == seen[0]  # which is read again, with another seed
+        assert len(seen) >= 2 * micro and seen.pop(1) == seen[0]  # which is read again, with another seed
         assert asked[: len(seen) - micro] == seen[micro:]
         assert [what for what, _ in mine[: 3 * micro + 1]] == (
             ["prefetch"] * micro + ["read"] * (micro + 1) + ["prefetch"] * micro

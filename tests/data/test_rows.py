@@ -28,7 +28,8 @@ def test_rows_are_the_collated_samples(dataset: Any) -> None:
     rows = Rows.of(dataset)
     items = ITEMS % len(dataset)
     expected = default_collate([dataset[i] for i in items.tolist()])
-    found = rows.take(items)
+    found = rows.take(items.tolist())
+    assert found is not None
     assert type(found) is type(expected) and all(map(torch.equal, found, expected))
     assert [each.stride() for each in found] == [each.stride() for each in expected]
 
@@ -38,7 +39,7 @@ class InWorker(Dataset[list[Tensor]]):
         return 1
 
     def __getitem__(self, i: int) -> list[Tensor]:
-        taken = Rows.of(WHOLE).take(ITEMS)
+        taken = Rows.of(WHOLE).take(ITEMS.tolist())
         assert all(each.is_shared() for each in taken)
         return taken
 
@@ -55,12 +56,33 @@ class Own(TensorDataset):
 @pytest.mark.parametrize(
     "dataset",
     [
-        Own(X), ConcatDataset([WHOLE, WHOLE]), TensorDataset(X.clone().requires_grad_()),
-        TensorDataset(X.to("meta")), Subset(Own(X), [1]), [1, 2],
+        Own(X), ConcatDataset([WHOLE, WHOLE]), Subset(Own(X), [1]), [1, 2], TensorDataset(X.clone().requires_grad_()),
+        TensorDataset(X.to("meta")), TensorDataset(X.to(torch.complex64).conj()), TensorDataset(X.to_sparse()),
+        Subset(WHOLE, [[0, 1]] * 9), Subset(WHOLE, [True] * 9), Subset(WHOLE, [0.0] * 9),
+        Subset(WHOLE, [20, 21, 22, 23]), Subset(WHOLE, [0]), Subset(WHOLE, {3: 1}),
     ],
 )  # fmt: skip
 def test_all_others_are_read_sample_by_sample(dataset: Any) -> None:
-    assert Rows.of(dataset) is None
+    rows = Rows.of(dataset)
+    assert rows is None or rows.take([3, 0]) is None
+
+
+def test_negative_indices_count_from_the_end() -> None:
+    found = Rows.of(Subset(WHOLE, [-1, 4])).take([0, 1])
+    assert found is not None and found[1].tolist() == [19, 4]
+
+
+def test_tensors_and_indices_that_the_user_changed_are_read_as_they_are_now() -> None:
+    """As an epoch's callback may, which draws another subset or relabels the samples."""
+    whole = TensorDataset(X.clone(), Y.clone())
+    part = Subset(whole, [0, 1])
+    rows = Rows.of(part)
+    rows.take([0])
+    part.indices = [5, 6]
+    whole.tensors = (X, Y + 100)
+    assert [each.tolist() for each in rows.take([1])] == [[X[6].tolist()], [106]]
+    whole.tensors = (X.clone().requires_grad_(), Y)
+    assert rows.take([1]) is None
 
 
 class Many(Dataset[int]):

@@ -45,7 +45,8 @@ def name_default(text: str, argv: Sequence[str]) -> str:
     found: Any = yaml.safe_load(PRIMARY.read_text())
     for part in key.split("."):
         found = found.get(part) if isinstance(found, dict) else None
-    if key in typed or found is None or as_yaml(found) != value:
+    parents = {key.rsplit(".", n)[0] for n in range(key.count(".") + 1)}
+    if typed & parents or found is None or as_yaml(found) != value:
         return text
     return f"{key}={value} (the default){text[start.end(2) :]}"
 

@@ -29,6 +29,18 @@ def untouched() -> bool:
     return following == NEXT and torch.default_generator.get_state().numpy().tobytes() == TORCH
 
 
+def states() -> tuple[Any, ...]:
+    """Return the states of the generators. This takes as long as reading some small samples."""
+    kind, numbers, *rest = np.random.get_state()
+    return (
+        random.getstate(),
+        kind,
+        np.asarray(numbers).tobytes(),
+        *rest,
+        torch.default_generator.get_state().numpy().tobytes(),
+    )
+
+
 def same(one: Any, other: Any) -> bool:
     """Compare two nested samples bit by bit. Sparse tensors, and objects of an unknown class, count as different."""
     if type(one) is not type(other):

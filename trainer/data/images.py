@@ -10,12 +10,13 @@ import importlib.util
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
 from numpy.random import Generator, Philox
 
+from trainer.annotated import Above, AtMost, NonNegativeFloat, PositiveInt, check_arguments
 from trainer.data.shards.decoders import PIXELS, Deferred, image_of_bytes, undecodable
 from trainer.errors import ConfigError, require
 
@@ -115,35 +116,33 @@ class Augment:
             size, to be normalised on the device.
     """
 
+    @check_arguments("data.map: Augment.")
     def __init__(
         self,
-        size: int = 224,
-        val_resize: int | None = None,
-        crop: float = 0.08,
+        size: PositiveInt = 224,
+        val_resize: PositiveInt | None = None,
+        crop: Annotated[float, Above(0), AtMost(1)] = 0.08,
         flip: bool = True,
-        jitter: Sequence[float] = (),
+        jitter: tuple[NonNegativeFloat, ...] = (),
         normalise: bool = False,
     ) -> None:
-        require("data.map: Augment.size", size, at_least=1)
         self.size, self.val_resize = size, size * 8 // 7 if val_resize is None else val_resize
         require("data.map: Augment.val_resize", self.val_resize, at_least=size)
-        if not 0 < crop <= 1:
-            raise ConfigError(f"data.map: Augment.crop={crop}: must be above 0, and at most 1")
-        if len(jitter) > 4 or min(jitter, default=0) < 0 or max(jitter[3:], default=0) > 0.5:
+        if len(jitter) > 4 or max(jitter[3:], default=0) > 0.5:
             raise ConfigError(f"data.map: Augment.jitter={list(jitter)}: give up to four numbers, the last at most 0.5")
         self.crop, self.flip, self.jitter, self.normalise = crop, flip, tuple(jitter), normalise
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        key = image_key(sample)
+        key, image = image_of(sample)
         rng = Generator(Philox(key=random.getrandbits(64)))  # `random` is seeded for each sample
-        pixels = augment(sample[key], self.size, self.crop, self.flip, rng)
+        pixels = augment(image, self.size, self.crop, self.flip, rng)
         if any(self.jitter):
             pixels = jitter(pixels, self.jitter, rng)
         return {**sample, key: self._tensor(pixels)}
 
     def val_map(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        key = image_key(sample)
-        return {**sample, key: self._tensor(crop_middle(sample[key], self.size, self.val_resize))}
+        key, image = image_of(sample)
+        return {**sample, key: self._tensor(crop_middle(image, self.size, self.val_resize))}
 
     def _tensor(self, pixels: np.ndarray) -> torch.Tensor:
         """Return a tensor (3, H, W) of pixels (H, W, 3)."""
@@ -164,6 +163,24 @@ def image_key(sample: Mapping[str, Any]) -> str:
         return found
     has = ", ".join(name for name in sample if not name.startswith("__"))
     raise ConfigError(f"recipe: a sample has {has}, and no image; give shards whose samples have a jpg or a png")
+
+
+def image_of(sample: Mapping[str, Any]) -> "tuple[str, Image | Jpeg]":
+    """Return the key of the image in a sample, and the image: a `Jpeg`, or of Pillow in RGB.
+
+    Raises:
+        ConfigError: The sample has no image, or a decoder made something else of it.
+    """
+    image = sample[key := image_key(sample)]
+    if isinstance(image, Jpeg):
+        return key, image
+    from PIL.Image import Image
+
+    if not isinstance(image, Image):
+        kind = f"{type(image).__module__}.{type(image).__name__}".removeprefix("builtins.")
+        fix = "leave it to Echelon's decoders, or make a Pillow image of it in data.map"
+        raise ConfigError(f"recipe: the {key} of a sample is of the class {kind}, and no image; {fix}")
+    return key, image if image.mode == "RGB" else image.convert("RGB")
 
 
 def resize(pixels: np.ndarray, size: int) -> np.ndarray:

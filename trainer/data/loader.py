@@ -20,7 +20,7 @@ from trainer.data.iterable import Iterated, preserve_rng_state, refuse_other_siz
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Refs, near_equal, walk
-from trainer.data.source import NamedSources, SampleFault, Samples, Source, by_prefix
+from trainer.data.source import NamedSources, SampleFault, Samples, Source, by_prefix, identity
 from trainer.data.stream import Stream
 from trainer.data.torch_loader import copy_loader, end_passes, end_workers, is_drawn, part_of
 from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
@@ -327,7 +327,3 @@ def with_progress(micros: Iterator[Micro], batches: int, purpose: str = "validat
 
 def to_upload(micro: Micro, stream: torch.cuda.Stream) -> Micro:
     return micro._replace(batch=Upload(micro.batch, stream))
-
-
-def identity(value: Any) -> Any:
-    return value

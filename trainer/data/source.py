@@ -1,9 +1,10 @@
 """Reads and collates opened data: samples by reference, or several data sets by name."""
 
+import copy
 import hashlib
 import itertools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import getitem
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from trainer.data.bad_samples import Bad
-from trainer.data.draws import same, untouched, watch
+from trainer.data.draws import same, states, untouched, watch
 from trainer.data.iterable import Iterated
 from trainer.data.own_generators import generators_in, seed_each
 from trainer.data.remote.shard import Remote
@@ -28,11 +29,13 @@ from trainer.errors import (
     NO_SHARED_MEMORY,
     ConfigError,
     DataError,
+    NumericsError,
     UnavailableError,
     lacks_shared_memory,
     printable,
 )
-from trainer.rng import SAMPLE, keyed, mix, mix_each, seed_all, seed_python
+from trainer.log import log
+from trainer.rng import SAMPLE, keyed, mix, mix_each, seed_all
 
 Transform = Callable[[Any, Generator], Any]
 
@@ -68,7 +71,7 @@ class Samples:
         self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.bases: list[int] = self.starts.tolist()
         self.generators: list[Any] | None = None  # the data set's own; None: not searched yet in this process
-        self.draws = self.compared = False  # whether samples draw random numbers, and whether two seeds were compared
+        self.draws: bool | None = None  # whether samples draw random numbers; None: no good one was read yet
 
     @property
     def size(self) -> int:
@@ -113,57 +116,76 @@ class Samples:
 
     def whole(self, refs: Refs, collate: Callable[[list[Any]], Any]) -> Any:
         """Return the batch of a data set that is rows of tensors; None for any other."""
-        if self.transform is not None or collate is not default_collate or self.reader.tensors is None:
+        if self.transform is not None or collate is not default_collate or self.reader.rows is None:
             return None
-        batch = self.reader.tensors.take(self.numbers(refs))
-        self._seed_last(refs)
+        if (batch := self.reader.rows.take(self.numbers(refs).tolist())) is not None:
+            self._seed(refs[-1])
         return batch
 
     def batch(self, refs: Refs) -> tuple[list[Any], list[Bad]]:
         """Read samples, and return the good ones and the damaged ones.
 
-        Seeding takes longer than reading a small sample. So batches are read unseeded until one draws, which is read
-        again, like all later ones, with a seed for each sample.
+        Seeding takes longer than reading a small sample. So samples are seeded one by one in the first batch of a
+        process, and if they draw. If a later batch is the first one that draws, it is read again. The generators are
+        left as seeding each sample leaves them, because `collate` and code of the step may draw from them.
         """
         if self.generators is None:
             self.generators = generators_in(getattr(self.reader, "dataset", None))
-            self.draws = bool(self.generators)
+            self.draws = True if self.generators else None
+        if self.draws is None:
+            return self._first(refs)
         found = None if self.draws else self._unseeded(refs)
         return found or self._read(refs, seeded=True)
 
-    def _unseeded(self, refs: Refs) -> tuple[list[Any], list[Bad]] | None:
-        """Read samples; None if they draw random numbers.
+    def _first(self, refs: Refs) -> tuple[list[Any], list[Bad]]:
+        """Read samples with a seed each, and notice whether they draw.
 
-        Code that asks for a seed, or that restores a generator, leaves no trace: the first sample is read with a second
-        seed, too.
+        Code that asks for a seed, or that restores a generator, leaves no trace, so one sample gets a second seed, too.
         """
-        fault, good, bad = None, list[Any](), list[Bad]()
+        good, bad, drew = list[Any](), list[Bad](), False
+        for number in range(len(refs)):
+            one = refs[number : number + 1]
+            self._seed(one[0])
+            before = states()
+            some, damaged = self._read(one, seeded=True)
+            drew = drew or states() != before
+            if some and not good and not drew:
+                some[0], drew = self._again(one, some[0])
+                self._seed(one[0])
+            good += some
+            bad += damaged
+        if good:
+            self.draws = drew
+        return good, bad
+
+    def _again(self, one: Refs, sample: Any) -> tuple[Any, bool]:
+        """Return a sample, copied before its code runs again, and whether it differs with another seed."""
+        try:
+            kept = copy.deepcopy(sample)
+            read, [place], _ = self.reader.reads(one, at_once=False)
+            watch()
+            return kept, not same(kept, self._make(read, False, place, self._keys(one)[0]))
+        except Exception:  # it can't be read or copied twice
+            return sample, True
+
+    def _unseeded(self, refs: Refs) -> tuple[list[Any], list[Bad]] | None:
+        """Read samples; None if they draw random numbers."""
+        fault, found = None, None
         watch()
         try:
-            good, bad = self._read(refs, seeded=False)
+            found = self._read(refs, seeded=False)
         except Exception as error:
             fault = error
         self.draws = not untouched()
-        if fault and not self.draws:
-            raise fault
-        if good and not (self.draws or self.compared):
-            left_out = {each.ref for each in bad}
-            first = next(n for n, ref in enumerate(refs) if ref not in left_out)
-            again, _ = self._read(refs[first : first + 1], seeded=True)
-            self.draws, self.compared = not same(good[:1], again), True
         if self.draws:
             return None
-        self._seed_last(refs)
-        return good, bad
+        if fault:
+            raise fault
+        self._seed(refs[-1])
+        return found
 
-    def _seed_last(self, refs: Refs) -> None:
-        """Leave a rank's generators as seeding each sample does, because code of the step may draw from them.
-
-        The trainer seeds torch's itself.
-        """
-        if get_worker_info() is None:
-            epoch, shard, offset = refs[-1]
-            seed_python(mix(self.seed, SAMPLE, epoch, self.bases[shard] + offset))
+    def _seed(self, ref: Ref) -> None:
+        seed_all(mix(self.seed, SAMPLE, ref.epoch, self.bases[ref.shard] + ref.offset))
 
     def _read(self, refs: Refs, seeded: bool) -> tuple[list[Any], list[Bad]]:
         good, bad = list[Any](), list[Bad]()
@@ -175,6 +197,8 @@ class Samples:
         while len(good) + len(bad) < len(refs):
             try:
                 good.extend(samples)  # up to a sample that can't be read
+                if len(good) + len(bad) < len(refs):  # its code has raised StopIteration, which ends the list
+                    raise RuntimeError("StopIteration, as of next() without a default")
             except Dropped:
                 raise
             except DataError as error:
@@ -185,7 +209,7 @@ class Samples:
             except Exception as error:
                 raise SampleFault(self._trace(refs[len(good) + len(bad)], error)) from None
         if fault and not bad:
-            raise SampleFault(self._trace(refs[0], fault, "__getitems__ of the samples from this one on: ")) from None
+            self.reader.leave_many(fault)
         return good, bad
 
     def _make(self, read: Callable[[Any], Any], seeded: bool, place: Any, key: int) -> Any:
@@ -244,8 +268,10 @@ class MapReader:
 
     def __init__(self, dataset: Any, per_shard: int) -> None:
         self.dataset, self.per_shard = dataset, per_shard
-        self.many, self.tensors = many_of(dataset), Rows.of(dataset)
-        self._one = partial(getitem, dataset) if self.many is None else self._first
+        self.many, self.rows = many_of(dataset), Rows.of(dataset)
+        self.one = partial(getitem, dataset)
+        if self.many and type(dataset).__getitem__ is Dataset.__getitem__:  # which only raises
+            self.one = lambda item: many_of(dataset)([item])[0]  # pyright: ignore[reportOptionalCall] it has one
 
     def reads(self, refs: Refs, at_once: bool) -> tuple[Callable[[Any], Any], Sequence[Any], Exception | None]:
         """Return a function, its argument for each sample, and why the samples could not be read at once."""
@@ -253,16 +279,22 @@ class MapReader:
         if at_once and self.many:
             try:
                 values = self.many(items)
-                if len(values) == len(items):
+                if isinstance(values, Mapping):
+                    raise TypeError("returned a dict; return a list of samples")
+                if len(values := list(values)) == len(items):
                     return identity, values, None
                 raise ValueError(f"returned {len(values)} samples for {len(items)} indices")
+            except (ConfigError, NumericsError, UnavailableError, MemoryError):
+                raise
             except Exception as error:  # one of these samples may be bad: each is read by itself
                 fault = error
-        return self._one, items, fault
+        return self.one, items, fault
 
-    def _first(self, item: int) -> Any:
-        assert self.many is not None
-        return self.many([item])[0]
+    def leave_many(self, fault: Exception) -> None:
+        """Use `__getitems__` no more, because it fails where each sample can be read."""
+        reason = f"{type(self.dataset).__name__}.__getitems__ fails where each sample can be read"
+        log.warning("recipe.data: %s (%s: %s); it is not used any more", reason, type(fault).__name__, fault)
+        self.many = None
 
     def name(self, ref: Ref) -> tuple[int, str]:
         return ref.shard, str(ref.shard * self.per_shard + ref.offset)

@@ -74,6 +74,12 @@ def test_first_refs_are_frozen() -> None:
     assert digest == "b589d7b07673fa8032c4a1d4505c544451c9e6cb680bbb6c7e2bb6dbc37cd443"
 
 
+def test_a_window_may_be_longer_than_a_lane() -> None:
+    """Without tables of that length."""
+    order = Order([9, 4], 3, 4, 10**12)
+    assert [tuple(at(order, i)) for i in range(13)] == [tuple(ref) for ref in plain_epoch([9, 4], 3, 4, 10**12, 0)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_stream_is_the_specification(seed: int) -> None:
     counts, run_seed, lanes, block = random_setting(seed)

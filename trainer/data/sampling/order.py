@@ -162,7 +162,8 @@ class Order:
     def _items(self, epoch: int, number: int, lanes: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the samples at `places` of the lanes' blocks, counted along the epoch. Permutations are kept."""
         if (epoch, number) not in self._tables:
-            tables = np.zeros((self.lanes, self.block), np.int64), np.zeros(self.lanes, np.bool_)
+            width = min(self.block, self.rows + 1)  # a window may be longer than a lane
+            tables = np.zeros((self.lanes, width), np.int64), np.zeros(self.lanes, np.bool_)
             remember(self._tables, 4, (epoch, number), tables)
         table, known = self._tables[epoch, number]
         for lane in dict.fromkeys(lanes[~known[lanes]].tolist()):
@@ -182,8 +183,10 @@ def groups(values: NDArray[np.int64]) -> Iterator[tuple[int, Any]]:
     if low == high:
         yield low, slice(None)
         return
-    for value in np.unique(values).tolist():
-        yield value, np.flatnonzero(values == value)
+    by_value = values.argsort(kind="stable")
+    starts = np.flatnonzero(np.diff(values[by_value])) + 1
+    for places in np.split(by_value, starts):
+        yield int(values[places[0]]), places
 
 
 def remember(cache: dict[Any, Any], limit: int, key: Any, value: Any) -> None:

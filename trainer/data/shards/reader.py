@@ -38,11 +38,14 @@ class ShardReader:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": {}}
 
-    tensors = None  # nothing is in memory, unlike a TensorDataset
+    rows = None  # nothing is in memory, unlike a TensorDataset
 
     def reads(self, refs: Refs, at_once: bool) -> tuple[Callable[[Any], Any], Sequence[Any], Exception | None]:
         """Return a function, its argument for each sample, and why the samples could not be read at once."""
         return self.read, refs, None
+
+    def leave_many(self, fault: Exception) -> None:
+        """Do nothing: each sample is read by itself."""
 
     def read(self, ref: Ref) -> dict[str, Any]:
         """Read a sample: its decoded members by extension, and its `__key__`.
