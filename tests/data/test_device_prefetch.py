@@ -4,6 +4,7 @@ Batches of any kind arrive whole. Another device stands for CUDA's.
 """
 
 import contextlib
+import weakref
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -71,6 +72,18 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits.append(f"{self.name} for {other.name}")
+
+    def record_event(self) -> "Event":
+        return Event()
+
+
+class Event:
+    """The end of a copy."""
+
+    over = True
+
+    def query(self) -> bool:
+        return self.over
 
 
 @pytest.fixture(params=["cpu", "meta"])
@@ -200,3 +213,18 @@ def test_a_copy_waits_for_the_work_before_it_and_work_for_the_copy(stream):
     assert stream.waits == ["upload for compute"]
     upload.wait()
     assert stream.waits == ["upload for compute", "compute for upload"]
+
+
+def test_a_batch_is_kept_until_its_copy_is_over(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is a data worker's slot, which is filled again once nothing refers to the batch."""
+    device_prefetch.COPIED.clear()
+    monkeypatch.setattr(Event, "over", False)
+    batches = [torch.full((2,), float(i)) for i in range(3)]
+    kept = [weakref.ref(batch) for batch in batches]
+    while batches:
+        uploaded(batches.pop(0), stream)
+    assert all(ref() is not None for ref in kept)
+    monkeypatch.setattr(Event, "over", True)
+    uploaded(torch.zeros(1), stream)
+    assert all(ref() is None for ref in kept)
+    device_prefetch.COPIED.clear()

@@ -198,12 +198,21 @@ def test_a_batch_of_a_users_own_class_is_sent():
         loader.close()
 
 
-@pytest.mark.skipif(bool(os.getuid()), reason="needs root, for a /dev/shm of its own")
-@pytest.mark.parametrize("size", ["4k", pytest.param("64k", marks=pytest.mark.slow)])
-def test_a_shared_memory_without_room_is_no_bad_sample(size, tmp_path):
-    """Too small for a semaphore, or for a batch."""
+def with_shm(size, words, tmp_path):
     mount = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "x"]
-    words = ["data.workers=2", "trainer.max_steps=9", "trainer.restarts=0"]
-    done = run([*TOY, "~callbacks.tensorboard", *words], tmp_path, [*mount, *MAIN])
-    line = "echelon: /dev/shm: has no room for the batches of data workers; make room, enlarge it"
+    words = [*TOY, "~callbacks.tensorboard", "data.workers=2", "trainer.max_steps=9", "trainer.restarts=0", *words]
+    return run(words, tmp_path, [*mount, *MAIN])
+
+
+@pytest.mark.skipif(bool(os.getuid()), reason="needs root, for a /dev/shm of its own")
+def test_a_shared_memory_without_room_for_a_semaphore_is_no_bad_sample(tmp_path):
+    done = with_shm("4k", [], tmp_path)
+    line = "echelon: /dev/shm: has no room for the locks or batches of data workers; make room, enlarge it"
     assert done.code == 69 and done.err.startswith(line) and done.err.count("\n") == 1, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(os.getuid()), reason="needs root, for a /dev/shm of its own")
+def test_batches_need_no_room_in_a_containers_shared_memory(tmp_path):
+    """Docker gives 64 MB, which the first batches of images would fill."""
+    assert with_shm("64k", [], tmp_path).code == 0

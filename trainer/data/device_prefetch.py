@@ -2,12 +2,15 @@
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+COPIED = deque[tuple[Any, Any]]()  # the end of a copy, and the batch whose memory it reads
 
 
 class Upload:
@@ -19,8 +22,12 @@ class Upload:
     def begin(self) -> None:
         if not self.begun:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # which may still use the memory
+            given = self.batch
             with torch.cuda.stream(self.stream):
-                self.batch, self.begun = map_tensors(self.batch, self._copy), True
+                self.batch, self.begun = map_tensors(given, self._copy), True
+            COPIED.append((self.stream.record_event(), given))  # else a data worker may fill its slot again
+            while COPIED[0][0].query() and len(COPIED) > 1:
+                COPIED.popleft()
 
     def wait(self) -> Any:
         """Return the copy; the current stream waits for it."""

@@ -8,6 +8,7 @@ from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
 
@@ -20,16 +21,19 @@ from trainer.data.iterable import Iterated, preserve_rng_state, refuse_other_siz
 from trainer.data.remote.prefetch import Needs, fetching, training_needs, validation_needs
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Refs, near_equal, walk
-from trainer.data.source import NamedSources, SampleFault, Samples, Source, by_prefix, identity
+from trainer.data.slots import Slot, Slots, identity
+from trainer.data.source import Collate, NamedSources, SampleFault, Samples, Source, by_prefix
 from trainer.data.stream import Stream
 from trainer.data.torch_loader import copy_loader, end_passes, end_workers, is_drawn, part_of
-from trainer.data.workers import lost_batches, refuse_unsendable, start_workers
+from trainer.data.workers import lost_batches, start_workers
 from trainer.errors import EXIT_CODES, ConfigError, UnavailableError
 from trainer.log import Terminal, doing, log
 from trainer.rng import ITERABLE, mix
 
 CPU = torch.device("cpu")
 PLANNED = 2048  # samples whose order is computed at once
+HELD = 3  # micro-batches in addition to those of a step: the next one, one that is copied, one that is waited for
+NONE = Refs(np.empty((0, 3), np.int64))
 AHEAD = 1.5  # steps that the workers load ahead, so that they keep working while a step is computed
 
 
@@ -250,8 +254,10 @@ class Loader:
         to_load, to_name, later = itertools.tee(micro_refs, 3)
         workers, timeout_s = self.options.workers, self.timeout_s
         following = itertools.islice(later, max(1, workers), None)  # the next micro-batch of the same worker
-        to_load = itertools.zip_longest(to_load, following, fillvalue=[])
-        fetch: Any = Fetch(source, self.collate, self.weight or count_samples)
+        to_load = itertools.zip_longest(to_load, following, fillvalue=NONE)
+        held = self.split.micros(self.rank) + HELD
+        slots = Slots(workers, ahead - (-held // workers), self.device.type == "cuda") if workers else None
+        fetch: Any = Fetch(source, self.collate, self.weight or count_samples, slots)
         loader = partial(
             DataLoader,
             fetch,
@@ -260,9 +266,8 @@ class Loader:
             num_workers=workers,
             prefetch_factor=ahead,
             timeout=timeout_s,
-            pin_memory=self.device.type == "cuda",
         )
-        batches = start_workers(loader, to_load, source.reader.begin_worker) if workers else map(fetch, to_load)
+        batches = start_workers(loader, to_load, fetch.begin_worker) if workers else map(fetch, to_load)
         try:
             with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as count_done:
                 for fetched, refs, end in zip(batches, to_name, ends or itertools.repeat(True), strict=False):
@@ -271,6 +276,8 @@ class Loader:
                     if end:
                         count_done()
                     batch, weight, bad = fetched
+                    if slots and batch is not None:
+                        batch = slots.take(batch)
                     micro = Micro(batch, weight, refs, bad)
                     del fetched, batch  # so that only the consumer keeps the batch
                     yield micro
@@ -279,6 +286,9 @@ class Loader:
             if reason := lost_batches(error, batches, timeout_s):
                 raise UnavailableError(reason) from None
             raise
+        finally:
+            if slots:
+                slots.close()
 
 
 class Fetch:
@@ -286,32 +296,48 @@ class Fetch:
 
     If all samples are bad, the batch is None. Errors are returned, because torch would add the worker's traceback to
     the message of a raised one.
+
+    Args:
+        slots: A worker sends the batch in one of these; None: there are no workers.
     """
 
-    def __init__(self, source: Samples, collate: Callable[[list[Any]], Any], weight: Callable[[Any], int]) -> None:
-        self.source, self.collate, self.weight = source, collate, weight
-        self.sendable = False  # a first batch can be sent to the rank
+    def __init__(
+        self, source: Samples, collate: Collate, weight: Callable[[Any], int], slots: Slots | None = None
+    ) -> None:
+        self.source, self.collate, self.weight, self.slots = source, collate, weight, slots
+
+    def begin_worker(self, worker: int) -> None:
+        assert self.slots is not None
+        self.slots.begin_worker(worker)
+        self.source.reader.begin_worker(worker)
 
     def __call__(self, now_and_next: tuple[Refs, Refs]) -> tuple[Any, int, list[Bad]] | Exception:
-        refs, following = now_and_next
+        slot = self.slots and self.slots.free()
         try:
-            if (batch := self.source.whole(refs, self.collate)) is not None:
-                return batch, self.weight(batch), []
-            self.source.reader.prefetch(following)  # the disk reads the next samples while these are decoded
-            good, bad = self.source.batch(refs)
-            left_out = {sample.ref for sample in bad}
-            kept = [ref for ref in refs if ref not in left_out] if bad else refs
-            batch = self.source.collate(kept, good, self.collate) if good else None
-            if good and batch is None:
-                raise ConfigError("recipe.collate(): returned None; return the batch")
-            if good and not self.sendable:
-                refuse_unsendable(batch)
-                self.sendable = True
-            return batch, self.weight(batch) if good else 0, bad
+            batch, bad = self._batch(*now_and_next, slot)
+            if batch is None:
+                return None, 0, bad
+            weight = self.weight(batch)
+            return self.slots.pack(batch, slot) if self.slots else batch, weight, bad
         except SampleFault as error:
             return error
         except tuple(EXIT_CODES) as error:  # a subclass of the recipe's might not unpickle in the rank
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
+
+    def _batch(self, refs: Refs, following: Refs, slot: Slot | None) -> tuple[Any, list[Bad]]:
+        """Return the batch of the good samples, and the bad ones; the batch is None if there is no good one."""
+        if (batch := self.source.whole(refs, self.collate, slot.empty if slot else torch.empty)) is not None:
+            return batch, []
+        self.source.reader.prefetch(following)  # the disk reads the next samples while these are decoded
+        good, bad = self.source.batch(refs)
+        if not good:
+            return None, bad
+        left_out = {sample.ref for sample in bad}
+        kept = [ref for ref in refs if ref not in left_out] if bad else refs
+        into = slot.collate if slot and self.collate is default_collate else self.collate
+        if (batch := self.source.collate(kept, good, self.collate, into)) is None:
+            raise ConfigError("recipe.collate(): returned None; return the batch")
+        return batch, bad
 
     __getitem__ = __call__  # torch's DataLoader takes it for a map-style data set
 

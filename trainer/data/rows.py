@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, get_worker_info
+from torch.utils.data import Subset, TensorDataset
+
+Empty = Callable[..., Tensor]  # (shape, dtype=...) -> an uninitialised tensor
 
 
 class Rows:
@@ -24,8 +26,12 @@ class Rows:
             inner = inner.dataset
         return cls(dataset) if type(inner) is TensorDataset else None
 
-    def take(self, items: list[Any]) -> list[Tensor] | None:
-        """Return a batch; None if it has to be made sample by sample. The user may have changed tensors and indices."""
+    def take(self, items: list[Any], empty: Empty = torch.empty) -> list[Tensor] | None:
+        """Return a batch; None if it has to be made sample by sample. The user may have changed tensors and indices.
+
+        Args:
+            empty: Makes the tensors of the batch.
+        """
         inner = self.dataset
         try:
             while type(inner) is Subset:
@@ -41,7 +47,8 @@ class Rows:
         if rows.min() < -count or rows.max() >= count:
             return None
         at = torch.from_numpy(np.where(rows < 0, rows + count, rows).astype(np.int64))
-        return [take(tensor, at) for tensor in inner.tensors]
+        made = [empty((len(items), *tensor.shape[1:]), dtype=tensor.dtype) for tensor in inner.tensors]
+        return [torch.index_select(each, 0, at, out=out) for each, out in zip(inner.tensors, made, strict=True)]
 
     def _fit(self, dataset: TensorDataset) -> bool:
         tensors = list(dataset.tensors)
@@ -58,15 +65,6 @@ def is_plain(tensor: Tensor) -> bool:
     if not dense or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or not len(tensor):
         return False
     return tensor.index_select(0, torch.zeros(2, dtype=torch.long)).is_contiguous()
-
-
-def take(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a tensor, in a data worker in shared memory, as `default_collate` does."""
-    if get_worker_info() is None:
-        return tensor.index_select(0, rows)
-    shape = (len(rows), *tensor.shape[1:])
-    storage: Any = tensor._typed_storage()._new_shared(len(rows) * tensor[:1].numel(), device="cpu")
-    return torch.index_select(tensor, 0, rows, out=tensor.new(storage).resize_(shape))
 
 
 def many_of(dataset: Any) -> Callable[[list[int]], list[Any]] | None:

@@ -19,11 +19,12 @@ from trainer.data.draws import same, states, untouched, watch
 from trainer.data.iterable import Iterated
 from trainer.data.own_generators import generators_in, seed_each
 from trainer.data.remote.shard import Remote
-from trainer.data.rows import Rows, many_of
+from trainer.data.rows import Empty, Rows, many_of
 from trainer.data.sampling.mixture import Mixture
 from trainer.data.sampling.order import Order, Ref, Refs, groups
 from trainer.data.shards.reader import ShardReader
 from trainer.data.shards.transforms import Dropped, maker_of
+from trainer.data.slots import identity
 from trainer.errors import (
     EXIT_CODES,
     NO_SHARED_MEMORY,
@@ -38,6 +39,7 @@ from trainer.log import log
 from trainer.rng import SAMPLE, keyed, mix, mix_each, seed_all
 
 Transform = Callable[[Any, Generator], Any]
+Collate = Callable[[list[Any]], Any]
 
 
 class SampleFault(RuntimeError):
@@ -114,11 +116,11 @@ class Samples:
             keys[here] = mix_each(self.seed, SAMPLE, epoch, last=numbers[here])
         return keys.tolist()
 
-    def whole(self, refs: Refs, collate: Callable[[list[Any]], Any]) -> Any:
-        """Return the batch of a data set that is rows of tensors; None for any other."""
+    def whole(self, refs: Refs, collate: Collate, empty: Empty) -> Any:
+        """Return the batch of a data set that is rows of tensors, each from `empty`; None for any other data set."""
         if self.transform is not None or collate is not default_collate or self.reader.rows is None:
             return None
-        if (batch := self.reader.rows.take(self.numbers(refs).tolist())) is not None:
+        if (batch := self.reader.rows.take(self.numbers(refs).tolist(), empty)) is not None:
             self._seed(refs[-1])
         return batch
 
@@ -220,8 +222,8 @@ class Samples:
         value = read(place)
         return value if self.transform is None else self.transform(value, keyed(key))
 
-    def collate(self, refs: Sequence[Ref], samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
-        """Return the batch of these samples.
+    def collate(self, refs: Sequence[Ref], samples: list[Any], collate: Collate, collate_into: Collate) -> Any:
+        """Return the batch of these samples by `collate_into`; `collate` makes the same elsewhere.
 
         Raises:
             ConfigError: torch's `default_collate` fails. The message names the sample that does not fit.
@@ -229,7 +231,7 @@ class Samples:
             SampleFault: A `collate` of the recipe fails. The message names the sample and has the frames.
         """
         try:
-            return collate(samples)
+            return collate_into(samples)
         except (*EXIT_CODES, MemoryError):
             raise
         except Exception as error:
@@ -306,7 +308,7 @@ class MapReader:
         if init := getattr(self.dataset, "worker_init_fn", None):
             init(worker)
 
-    def prefetch(self, refs: Sequence[Ref]) -> None:
+    def prefetch(self, refs: Refs) -> None:
         """Do nothing: a dataset has no prefetch."""
 
     def remote(self) -> dict[int, Remote]:
@@ -339,10 +341,6 @@ class NamedSources(dict[str, Source]):
     def close(self) -> None:
         for part in self.values():
             part.close()
-
-
-def identity(value: Any) -> Any:
-    return value
 
 
 def by_prefix(source: Source | NamedSources, split: str) -> dict[str, Source]:

@@ -1,6 +1,6 @@
 """Starts data workers. They are forked from a process with threads, so they may hang as they start."""
 
-import io
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.resource_sharer import DupFd
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from trainer import timeouts
 from trainer.errors import ConfigError, exhausted
@@ -28,6 +25,9 @@ from trainer.process.signals import ignore_stop_signals
 
 FREE_FILES = 16  # file descriptors that a worker needs for tensors that the rank has not fetched yet
 FORK = multiprocessing.get_context("fork")  # regardless of a default that a library may have set
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT, LARGEST = 64 << 20, 32 << 20  # bytes that malloc keeps, and of the largest block that it takes of them
 
 T = TypeVar("T")
 
@@ -59,6 +59,14 @@ def begin(ready: Connection) -> None:
     ready.close()
 
 
+def keep_memory() -> None:
+    """Let malloc keep what is freed: it would give the memory of each batch back, which the kernel clears each time."""
+    with suppress(AttributeError, OSError, TypeError):  # a C library other than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(TRIM_THRESHOLD, KEPT)
+        mallopt(MMAP_THRESHOLD, LARGEST)
+
+
 def begin_worker(ready: Connection, init: Callable[[int], object], worker: int) -> None:
     """Begin, or report a limit of files or threads that is too low, because the rank would wait for batches in vain."""
     try:
@@ -71,6 +79,7 @@ def begin_worker(ready: Connection, init: Callable[[int], object], worker: int) 
         ready.send(exhausted(error) or str(error))
         time.sleep(timeouts.FORK_S)  # until the rank kills this process
     begin(ready)
+    keep_memory()
     init(worker)
 
 
@@ -98,28 +107,6 @@ def start_workers(
         return batches
 
     return started(start, kill_workers)
-
-
-class TrialPickler(ForkingPickler):
-    """Pickles everything except the values of tensors and arrays, which workers send separately."""
-
-    def persistent_id(self, obj: Any) -> str | None:
-        if isinstance(obj, Tensor) and obj.requires_grad and not obj.is_leaf:
-            raise TypeError("a tensor has a graph: detach() it")
-        return "tensor" if isinstance(obj, Tensor | np.ndarray) else None
-
-
-def refuse_unsendable(batch: Any) -> None:
-    """Refuse a batch that can't be pickled: a worker's queue would drop it, and the rank would wait for it."""
-    if get_worker_info() is None:
-        return
-    try:
-        TrialPickler(io.BytesIO()).dump(batch)
-    except Exception as error:  # of any class, because the objects' own code runs
-        raise ConfigError(
-            f"data.workers: a worker can't send the batch ({type(error).__name__}: {error}); let transform() or "
-            "collate() return tensors, numbers and strings, or give data.workers=0"
-        ) from None
 
 
 def kill_workers(batches: Any) -> None:

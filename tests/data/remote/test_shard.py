@@ -120,7 +120,7 @@ def test_what_is_only_asked_for_ahead_is_not_downloaded(proxy: Proxy, tmp_path: 
     reader.read(Ref(0, 0, 0))
     gone.drop()
     proxy.well()
-    reader.prefetch([Ref(0, 0, 1), Ref(0, 1, 0)])
+    reader.prefetch(Refs([Ref(0, 0, 1), Ref(0, 1, 0)]))
     assert not proxy.requests
     assert reader.read(Ref(0, 1, 0)) and proxy.paths() == ["/s-000001.tar"]
     reader.close()

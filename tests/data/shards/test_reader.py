@@ -194,7 +194,7 @@ def test_a_shard_that_stays_away_is_not_damaged(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
-@pytest.mark.parametrize(("module", "call"), [(os, "pread"), (read_module, "opened"), (stored_module, "safe_open")])
+@pytest.mark.parametrize(("module", "call"), [(os, "preadv"), (read_module, "opened"), (stored_module, "safe_open")])
 def test_what_the_system_can_not_do_damages_no_sample(
     three: ShardReader, number: int, module: Any, call: str, monkeypatch: pytest.MonkeyPatch, sleeps: list[float]
 ) -> None:
@@ -246,8 +246,8 @@ def test_a_decoder_that_fails_for_want_of_something(
 def test_a_read_that_stops_short_goes_on(
     three: ShardReader, monkeypatch: pytest.MonkeyPatch, sleeps: list[float]
 ) -> None:
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, offset: pread(fd, min(size, 100), offset))
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: preadv(fd, [parts[0][:100]], offset))
     assert three.read(Ref(0, 0, 1))["bin"] == b"\1" * 700
     assert not sleeps
 
@@ -271,7 +271,7 @@ def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_prefetch_advises_the_samples_bytes(three: ShardReader, monkeypatch: pytest.MonkeyPatch) -> None:
     advice = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, *rest: advice.append((os.fstat(fd).st_ino, *rest)))
-    three.prefetch([Ref(0, 0, 2), Ref(0, 0, 0)])
+    three.prefetch(Refs([Ref(0, 0, 2), Ref(0, 0, 0)]))
     inode = three.index.shards[0].path.stat().st_ino
     rows = three.index.samples(0)
     assert advice == [(inode, *rows[i].tolist()[:2], os.POSIX_FADV_WILLNEED) for i in (0, 2)]

@@ -60,7 +60,7 @@ def test_without_a_loopback_with_a_tiny_shm_and_few_files(tmp_path):
     found = errors(done.out)
     assert found.keys() == {"loopback", "/dev/shm", "open files"}
     assert found["loopback"].startswith("down; ranks of one machine can't connect; switch it on by `ip link set lo up`")
-    assert found["/dev/shm"].startswith("64 KiB free of 64 KiB; the first batches of data workers fill it; enlarge it")
+    assert found["/dev/shm"].startswith("64 KiB free of 64 KiB; the locks of data workers fill it; enlarge it")
     assert found["open files"].startswith("64 (ulimit -n); a rank of")
     assert done.out.splitlines()[-1].endswith("3 error(s): training can't start; 0 warning(s)")
 

@@ -5,15 +5,16 @@ import errno
 import hashlib
 import os
 import stat
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+from zlib_ng import zlib_ng
 
 from trainer.data.remote.eviction import is_regular
 from trainer.data.remote.shard import Remote
@@ -56,22 +57,34 @@ def stored_at(path: Path | Remote, index_path: Path) -> Shard | None:
     return None
 
 
-def load(path: Path | Remote, index_path: Path) -> tuple[Shard, Any] | None:
-    """Load the shard and its rows, None for an index that is damaged or has another version."""
+def load(path: Path | Remote, index_path: Path) -> tuple[Shard, NDArray[np.int64]] | None:
+    """Load the shard, and its rows as a map of the file; None for an index that is damaged or has another version."""
     if not stat.S_ISREG(index_path.stat().st_mode):  # a pipe would block
         return None
     try:
         with safe_open(index_path, framework="numpy") as file:
-            about, rows = file.metadata(), file.get_slice("samples")
+            about, given = file.metadata(), file.get_slice("samples")
             size, mtime_ns, samples = (int(about[name]) for name in ("bytes", "mtime_ns", "samples"))
-            known = about["version"] == VERSION and rows.get_dtype() == "I64" and rows.get_shape() == [samples, 3]
-            if not known or about["crc32"] != checksum(about, rows[:]):  # takes 0.1 s for 10 million samples
+            known = about["version"] == VERSION and given.get_dtype() == "I64" and given.get_shape() == [samples, 3]
+            if not known or file.keys() != ["samples"]:
                 return None
-            if isinstance(path, Remote):
-                path = path._replace(bytes=size, sha256=about["sha256"])
-            return Shard(path, index_path, size, mtime_ns, about["sha256"], samples), rows
+        rows = mapped(index_path, samples)
+        if about["crc32"] != checksum(about, rows):
+            return None
+        if isinstance(path, Remote):
+            path = path._replace(bytes=size, sha256=about["sha256"])
+        return Shard(path, index_path, size, mtime_ns, about["sha256"], samples), rows
     except (SafetensorError, KeyError, TypeError, ValueError):
         return None
+
+
+def mapped(index_path: Path, samples: int) -> NDArray[np.int64]:
+    """Map the rows. Those of `safe_open` take ten times as long to look up one by one."""
+    with index_path.open("rb") as file:  # torch keeps no file open, and takes names of UTF-8 only
+        name, size = f"/dev/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
+        content = torch.from_file(name, shared=False, size=size, dtype=torch.uint8).numpy()
+    header = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    return content[header:].view("<i8").reshape(samples, 3)
 
 
 def content_of(shard: Shard, rows: NDArray[np.int64]) -> bytes:
@@ -81,7 +94,7 @@ def content_of(shard: Shard, rows: NDArray[np.int64]) -> bytes:
 
 def checksum(about: Mapping[str, str], rows: NDArray[np.int64]) -> str:
     known = "".join(f"{name} {about[name]}\n" for name in sorted(about) if name != "crc32")
-    return str(zlib.crc32(rows.tobytes(), zlib.crc32(known.encode())))
+    return str(zlib_ng.crc32(rows, zlib_ng.crc32(known.encode())))
 
 
 def store(shard: Shard, rows: NDArray[np.int64]) -> None:

@@ -4,18 +4,21 @@ import contextlib
 import math
 import os
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
+import numpy as np
+from zlib_ng import zlib_ng
+
 from trainer import timeouts
 from trainer.data.remote.shard import Remote
-from trainer.data.sampling.order import Ref, Refs
+from trainer.data.sampling.order import Ref, Refs, groups
 from trainer.data.shards.decoders import Deferred, decode, undecodable
 from trainer.data.shards.index import Index, opened
-from trainer.data.shards.tar import Member, members, read_at
+from trainer.data.shards.tar import Member, members, read_into
 from trainer.errors import DataError, UnavailableError
 
+BUFFER = 1 << 20  # bytes: a larger sample is read into memory of its own
 READS = 3  # tries before a sample counts as damaged
 OPEN_SHARDS = 256  # per process; a batch reads from `lanes` shards, and the usual limit is 1024 files
 
@@ -34,9 +37,10 @@ class ShardReader:
         self.index, self.decoders, self.patience_s = index, decoders, min(timeouts.READ_S, timeout_s / 2)
         # Shard -> its file, its rows of the index, and the time of its last use; least recently used first.
         self._open: dict[int, tuple[BinaryIO, Any, float]] = {}
+        self._buffer = bytearray()  # for each sample again: new memory is cleared by the kernel
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": {}}
+        return self.__dict__ | {"_open": {}, "_buffer": bytearray()}
 
     rows = None  # nothing is in memory, unlike a TensorDataset
 
@@ -57,11 +61,11 @@ class ShardReader:
         content = self._fetch(ref)
         path = self.index.shards[ref.shard].path
         sample: dict[str, Any] = {}
-        for member in members(lambda offset, size: content[offset : offset + size], path):
+        for member in members(part_of(content), path, known=True):
             if member.key is not None:
                 sample["__key__"] = member.key
                 try:
-                    own = content[member.content : member.content + member.size]
+                    own = bytes(content[member.content : member.content + member.size])
                     value = sample[member.extension] = decode(member.extension, own, self.decoders)
                     if isinstance(value, Deferred):
                         value.place = _place(path, ref, member)
@@ -78,23 +82,24 @@ class ShardReader:
             file, rows = self._shard(ref.shard)
             offset, length, _ = rows[ref.offset].tolist()
             content = os.pread(file.fileno(), min(length, shard.bytes), offset)
-        return str(shard.path), _first_key(content)
+        return str(shard.path), _first_key(memoryview(content))
 
     def begin_worker(self, worker: int) -> None:
         """Do nothing, because a reader opens a shard when it first reads it."""
 
-    def prefetch(self, refs: Sequence[Ref]) -> None:
+    def prefetch(self, refs: Refs) -> None:
         """Ask the system to read these samples into memory, without waiting. Shards not yet downloaded are skipped."""
-        for ref in sorted(refs):
-            if ref.shard not in self._open and isinstance(self.index.shards[ref.shard].path, Remote):
+        for number, here in groups(refs.rows[:, 1]):
+            if number not in self._open and isinstance(self.index.shards[number].path, Remote):
                 continue
             with contextlib.suppress(OSError, UnavailableError):  # `read` tries again, and reports the error
-                file, rows = self._shard(ref.shard)
-                offset, length, _ = rows[ref.offset].tolist()
-                os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
+                file, rows = self._shard(number)
+                for offset, length, _ in rows[np.sort(refs.rows[here, 2])].tolist():
+                    os.posix_fadvise(file.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
 
-    def _fetch(self, ref: Ref) -> bytes:
-        content, reads, pause_s, began = b"", 0, 0.1, time.monotonic()
+    def _fetch(self, ref: Ref) -> memoryview:
+        """Return a sample's bytes, which are valid until the next call."""
+        reads, pause_s, began = 0, 0.1, time.monotonic()
         path = self.index.shards[ref.shard].path
         while True:
             try:
@@ -103,8 +108,8 @@ class ShardReader:
                 shard = self.index.shards[ref.shard]
                 if not 0 <= offset < offset + length <= shard.bytes:
                     raise DataError(f"{shard.index_path}: {length} bytes at byte {offset}: damaged; remove it")
-                content = read_at(file.fileno(), offset, length)
-                if zlib.crc32(content) == crc32:
+                content = read_into(self._memory(length), file.fileno(), offset)
+                if zlib_ng.crc32(content) == crc32:
                     return content
                 reads += 1
                 if reads == READS:
@@ -121,6 +126,13 @@ class ShardReader:
             self._close(ref.shard)  # the handle of a file on a network drive may be stale
             time.sleep(pause_s)
             pause_s = min(timeouts.READ_PAUSE_S, 3 * pause_s)
+
+    def _memory(self, size: int) -> memoryview:
+        if size > BUFFER:
+            return memoryview(bytearray(size))
+        if not self._buffer:
+            self._buffer = bytearray(BUFFER)
+        return memoryview(self._buffer)[:size]
 
     def _shard(self, number: int) -> tuple[BinaryIO, Any]:
         if number in self._open:
@@ -156,8 +168,12 @@ def _place(path: object, ref: Ref, member: Member) -> str:
     return f"{path}: sample {ref.offset} ({member.key!r}), member {member.extension!r}"
 
 
-def _first_key(content: bytes) -> str | None:
+def part_of(content: memoryview) -> Callable[[int, int], bytes]:
+    return lambda offset, size: bytes(content[offset : offset + size])
+
+
+def _first_key(content: memoryview) -> str | None:
     try:
-        return next(members(lambda offset, size: content[offset : offset + size], "")).key
+        return next(members(part_of(content), "")).key
     except (DataError, StopIteration):
         return None

@@ -4,12 +4,12 @@ import hashlib
 import os
 import re
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from zlib_ng import zlib_ng
 
 from trainer.errors import DataError
 
@@ -36,10 +36,13 @@ class Member(NamedTuple):
     end: int
 
 
-def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Member]:
+def members(fetch: Callable[[int, int], bytes], where: object, known: bool = False) -> Iterator[Member]:
     """Yield the members of a tar up to its first zero block. `fetch(offset, size)` gives fewer bytes only at the end.
 
     `tarfile.open` would mistake a damaged header for the end of the archive.
+
+    Args:
+        known: A checksum says that these are the bytes of an earlier call: the headers' own sums are not computed.
 
     Raises:
         DataError: The tar is damaged. The message names `where` and the byte.
@@ -48,7 +51,7 @@ def members(fetch: Callable[[int, int], bytes], where: object) -> Iterator[Membe
     while (block := fetch(offset, BLOCK)) not in (b"", ZEROS):
         start = offset
         fields: dict[str, str] = {}
-        while (header := _header(block, where, offset)).type in EXTENDED:
+        while (header := _header(block, where, offset, known)).type in EXTENDED:
             try:
                 if header.size > LONGEST_FIELDS:
                     raise ValueError(f"{header.size} bytes")
@@ -90,7 +93,7 @@ def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
 
     def fetch(offset: int, count: int) -> bytes:
         start, stop = min(offset, size), min(offset + count, size)  # a header may claim more bytes than there are
-        return read_at(fd, start, stop - start)
+        return bytes(read_into(memoryview(bytearray(stop - start)), fd, start))
 
     sha256 = hashlib.sha256()
     rows: list[list[int]] = []
@@ -102,7 +105,7 @@ def scan(fd: int, where: object) -> tuple[NDArray[np.int64], str]:
         if member.key not in (None, key):
             key, extensions, crc32 = member.key, {"__key__"}, 0
             rows.append([member.start, 0, 0])
-        crc32 = zlib.crc32(content, crc32)
+        crc32 = zlib_ng.crc32(content, crc32)
         if member.key is None:
             continue
         if member.extension in extensions:
@@ -128,14 +131,13 @@ class Header(NamedTuple):
     size: int
 
 
-def _header(block: bytes, where: object, offset: int) -> Header:
+def _header(block: bytes, where: object, offset: int, known: bool = False) -> Header:
     """Parse a header like `tarfile.TarInfo.frombuf`, but three times faster, because it reads fewer fields."""
     try:
         if len(block) != BLOCK:
             raise ValueError("truncated header")
         kind, size, prefix = block[156:157], _number(block[124:136]), block[345:500]
-        checksum, summed = _number(block[148:156]), 256 + sum(block) - sum(block[148:156])
-        if checksum != summed and checksum != summed - 256 * sum(byte > 127 for byte in block):  # signed in old tars
+        if not (known or _sums_up(block)):
             raise ValueError("bad checksum")
         if size < 0:
             raise ValueError("negative size")
@@ -147,6 +149,11 @@ def _header(block: bytes, where: object, offset: int) -> Header:
     if prefix[0] and kind not in tarfile.GNU_TYPES:
         name = f"{_text(prefix)}/{name}"
     return Header(kind, name, size)
+
+
+def _sums_up(block: bytes) -> bool:
+    checksum, summed = _number(block[148:156]), 256 + sum(block) - sum(block[148:156])
+    return checksum == summed or checksum == summed - 256 * sum(byte > 127 for byte in block)  # signed in old tars
 
 
 def _text(field: bytes) -> str:
@@ -194,9 +201,9 @@ def damaged(where: object, offset: int, reason: str) -> DataError:
     )
 
 
-def read_at(fd: int, offset: int, size: int) -> bytes:
-    """Read `size` bytes, or fewer at the end of the file. A single `pread` may return fewer, and at most 2 GiB."""
-    content = os.pread(fd, size, offset)
-    while 0 < len(content) < size and (more := os.pread(fd, size - len(content), offset + len(content))):
-        content += more
-    return content
+def read_into(buffer: memoryview, fd: int, offset: int) -> memoryview:
+    """Fill `buffer`, and return what the file had. A single `preadv` may return fewer bytes, and at most 2 GiB."""
+    done = 0
+    while done < len(buffer) and (more := os.preadv(fd, [buffer[done:]], offset + done)):
+        done += more
+    return buffer[:done]

@@ -82,9 +82,9 @@ def shared_memory(folder: Path) -> Finding:
     raise_it = f"enlarge it: mount -o remount,size=8g {folder}, docker --shm-size=8g, or an emptyDir with medium Memory"
     if free < SHARED[0]:
         way_out = f"{raise_it}; or give data.workers=0"
-        return Finding(str(folder), value, ERROR, "the first batches of data workers fill it", way_out, data)
+        return Finding(str(folder), value, ERROR, "the locks of data workers fill it", way_out, data)
     if free < SHARED[1]:
-        why = "large batches of data workers, or many GPUs, fill it"
+        why = "many GPUs, or batches that a recipe keeps, fill it"
         return Finding(str(folder), value, WARNING, why, raise_it, data)
     return Finding(str(folder), size(total), data=data)
 

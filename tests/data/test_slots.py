@@ -1,0 +1,264 @@
+"""Batches go from workers to their rank in slots of memory: as they are, and for as long as they are kept."""
+
+import errno
+import gc
+import os
+import weakref
+from collections import OrderedDict, UserDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from support.loaders import small_loader, whole
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import default_collate
+from toy_recipe import Toy
+
+from trainer.data import slots as module
+from trainer.data.device_prefetch import map_tensors
+from trainer.data.slots import SMALLEST, Slots
+from trainer.errors import ConfigError, UnavailableError
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+class Worker:
+    """The worker's side and the rank's in one process, each with maps of its own."""
+
+    def __init__(self, each: int = 2) -> None:
+        self.rank = Slots(1, each)
+        self.side = object.__new__(Slots)
+        self.side.__dict__ = self.rank.__dict__ | {"maps": {}}
+        self.side.begin_worker(0)
+
+    def send(self, batch: Any) -> Any:
+        return self.side.pack(batch, self.side.free())
+
+    def sent(self, batch: Any) -> Any:
+        return self.rank.take(self.send(batch))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker()
+    yield made
+    made.rank.close()
+
+
+def where(tensor: Tensor, slots: Slots) -> int | None:
+    """Return the slot that a tensor's memory is in."""
+    for number, memory in slots.maps.items():
+        start = np.frombuffer(memory, np.uint8).ctypes.data
+        if start <= tensor.data_ptr() < start + len(memory):
+            return number
+    return None
+
+
+SHAPES = {
+    "dict": {"x": torch.rand(3, 4), "y": torch.arange(3)},
+    "nested": [{"a": (torch.ones(2), [torch.zeros(1), "text", None, 1.5])}, Pair(torch.rand(2), "b"), b"bytes"],
+    "ragged": [torch.rand(i, 2) for i in range(4)],
+    "own": UserDict(x=torch.rand(2), rest=OrderedDict(y=torch.ones(1, dtype=torch.bool))),
+    "array": {"a": np.arange(6).reshape(2, 3), "big": np.ones(50_000), "fortran": np.ones((3, 2), order="F")},
+    "dtypes": [torch.ones(3).to(dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool)],
+    "scalar": torch.tensor(3.5),
+    "empty": {"none": torch.empty(0, 3), "x": torch.ones(1)},
+    "strides": [torch.rand(4, 6).t(), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.rand(9)[::2]],
+    "expanded": torch.ones(3, 1).expand(3, 500),
+    "special": [torch.full((2,), 1 + 2j).conj(), torch.eye(3).to_sparse(), torch.zeros(2).requires_grad_()],
+    "packed": pack_sequence([torch.rand(3, 2), torch.rand(1, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_batch_of_any_structure_arrives_as_it_is(worker: Worker, name: str) -> None:
+    batch = SHAPES[name]
+    found = worker.sent(batch)
+    assert repr(found).replace("+0.j", "-0.j") == repr(batch).replace("+0.j", "-0.j") and type(found) is type(batch)
+    given, taken = list[Tensor](), list[Tensor]()
+    if not isinstance(batch, PackedSequence):
+        map_tensors(batch, given.append)
+        map_tensors(found, taken.append)
+    for one, other in zip(given, taken, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape and one.requires_grad == other.requires_grad
+        assert one.layout == other.layout
+        assert one.layout is torch.sparse_coo or one.stride() == other.stride()
+
+
+def test_tensors_are_in_the_slot_and_can_be_changed(worker: Worker) -> None:
+    found = worker.sent({"x": torch.zeros(3, 4)})["x"]
+    assert where(found, worker.rank) == 0
+    found += 1
+    assert found.sum() == 12
+
+
+def test_tensors_that_share_memory_share_it_on_the_rank(worker: Worker) -> None:
+    x = torch.arange(6.0)
+    a, b, c = worker.sent([x, x[2:], torch.arange(6.0)])
+    a[2] = 77
+    assert b[0] == 77 and c[2] == 2
+
+
+def test_a_small_part_of_a_large_tensor_is_not_sent_with_all_of_it(worker: Worker) -> None:
+    """As torch does it: the storage goes in a file of its own, which is not copied."""
+    large = torch.zeros(1 << 20)
+    packed = worker.send([large[:4]])
+    assert packed.stop < SMALLEST
+    assert worker.rank.take(packed)[0].tolist() == [0.0] * 4
+
+
+SAMPLES: list[list[Any]] = [
+    [torch.rand(3), torch.rand(3)],
+    [{"x": torch.rand(2, 2), "n": 1, "s": "a"}, {"x": torch.rand(2, 2), "n": 2, "s": "b"}],
+    [(np.float32(1.5), np.arange(3)), (np.float32(2.5), np.arange(3))],
+    [Pair(torch.ones(2), "a"), Pair(torch.zeros(2), "b")],
+    [torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)],
+]
+
+
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_collating_into_a_slot_gives_the_batch_of_default_collate(worker: Worker, samples: list[Any]) -> None:
+    expected, slot = default_collate(samples), worker.side.free()
+    batch = map_tensors(slot.collate(samples), Tensor.detach)
+    before = slot.used
+    found = worker.rank.take(worker.side.pack(batch, slot))
+    assert repr(found) == repr(map_tensors(expected, Tensor.detach)) and type(found) is type(expected)
+    tensors = list[Tensor]()
+    map_tensors(found, tensors.append)
+    if before:  # nothing was copied: only the pickled bytes came after the tensors
+        assert all(where(tensor, worker.rank) == 0 for tensor in tensors)
+        assert slot.used - before < 2000
+
+
+def test_a_batch_may_be_kept_and_its_slot_is_used_again_once_it_is_dropped(worker: Worker) -> None:
+    kept, last = worker.sent(torch.full((3,), 1.0)), worker.sent(torch.full((3,), 2.0))
+    assert (where(kept, worker.rank), where(last, worker.rank)) == (0, 1)
+    third = worker.send(torch.full((3,), 3.0))  # no slot is free: sent as torch sends it
+    assert third.number == -1 and worker.rank.take(third).tolist() == [3.0] * 3
+    part = last[1:]  # part of a batch keeps it
+    del last
+    assert worker.side.free() is None
+    del part
+    again = worker.sent(torch.full((3,), 4.0))
+    assert where(again, worker.rank) == 1 and kept.tolist() == [1.0] * 3
+
+
+def test_a_batch_without_tensors_frees_its_slot_at_once(worker: Worker) -> None:
+    assert worker.sent(["a", b"b" * 1000, {"n": 1}]) == ["a", b"b" * 1000, {"n": 1}]
+    assert worker.side.free().number == 0
+
+
+def test_slots_grow_with_the_batches_and_old_batches_stay(worker: Worker) -> None:
+    small = worker.sent(torch.full((10,), 1.0))
+    worker.sent(torch.zeros(SMALLEST))  # slot 1
+    large = worker.sent(torch.arange(3.0 * SMALLEST))  # slot 1 again
+    del small
+    again = worker.sent([torch.arange(SMALLEST), "text"])
+    assert where(again[0], worker.rank) == 0 and torch.equal(again[0], torch.arange(SMALLEST))
+    assert torch.equal(large, torch.arange(3.0 * SMALLEST))
+
+
+def test_a_batch_that_grows_its_slot_while_it_is_collated_is_whole(worker: Worker) -> None:
+    samples = [[torch.full((SMALLEST // 4,), float(i + 10 * j)) for j in range(5)] for i in range(3)]
+    slot = worker.side.free()
+    found = worker.rank.take(worker.side.pack(slot.collate(samples), slot))
+    assert all(map(torch.equal, found, default_collate(samples)))
+
+
+def test_a_batch_outlives_its_loader(worker: Worker) -> None:
+    kept = worker.sent(torch.arange(5))
+    worker.rank.close()
+    gc.collect()
+    assert kept.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_files_and_memory_are_given_back() -> None:
+    before = len(os.listdir("/dev/fd"))
+    made = Worker()
+    memory = weakref.ref(made.rank.mapped(0, SMALLEST)) if made.sent(torch.ones(3)) is not None else None
+    made.rank.close()
+    del made
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == before and (memory is None or memory() is None)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ENOMEM, errno.EFBIG])
+def test_without_memory_for_a_slot_a_batch_is_sent_as_torch_sends_it(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    worker.sent(torch.ones(3))  # the slot has its first memory
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    x = torch.arange(float(SMALLEST))
+    slot = worker.side.free()
+    collated = slot.collate([x, x])
+    packed = worker.side.pack(collated, slot)
+    assert packed.number == -1 and torch.equal(worker.rank.take(packed), default_collate([x, x]))
+    worker.sent([x, x])
+    assert worker.side.free().number == 0  # the failed one was not marked as taken
+
+
+def test_a_full_shared_memory_is_named(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __reduce__(self) -> Any:
+            raise RuntimeError(
+                "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+            )
+
+    with pytest.raises(UnavailableError, match=r"^/dev/shm: has no room"):
+        worker.send(Full())
+
+
+def test_what_can_not_be_sent_is_named(worker: Worker) -> None:
+    for batch, why in ((lambda: 1, "lambda"), (torch.ones(2, requires_grad=True) * 2, "has a graph: detach")):
+        with pytest.raises(ConfigError, match=rf"^data\.workers: a worker can't send the batch \(.*{why}"):
+            worker.send(batch)
+    assert worker.side.free().number == 0
+
+
+def test_a_worker_that_begins_again_has_all_its_slots(worker: Worker) -> None:
+    worker.send(torch.ones(1))  # killed before the rank took it
+    worker.side.begin_worker(0)
+    assert worker.side.free().number == 0
+
+
+def test_a_consumer_that_keeps_every_batch_gets_every_batch() -> None:
+    """More than there are slots; and a slow one gets them in order."""
+    loader = small_loader(Toy(), 0, 1, workers=2)
+    try:
+        steps = loader.train(0)
+        kept = [whole(next(steps)).batches for _ in range(40)]
+        expected = small_loader(Toy(), 0, 1, workers=0).train(0)
+        for batches in kept:
+            for found, other in zip(batches, whole(next(expected)).batches, strict=True):
+                assert found.keys() == other.keys() and all(torch.equal(found[key], other[key]) for key in found)
+    finally:
+        loader.close()
+
+
+def test_batches_go_through_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of `default_collate` without a copy, and none in a file of torch's."""
+    taken = list[module.Packed]()
+    take = Slots.take
+
+    def note(self: Slots, packed: module.Packed) -> Any:
+        taken.append(packed)
+        return take(self, packed)
+
+    monkeypatch.setattr(Slots, "take", note)
+    loader = small_loader(Toy(), 0, 1, workers=1)
+    try:
+        steps = loader.train(0)
+        for _ in range(30):
+            next(steps)
+    finally:
+        loader.close()
+    assert {packed.number for packed in taken} <= set(range(9)) and len(taken) >= 60
