@@ -28,6 +28,7 @@ POWERSGD_START = 7  # (rows, columns): first factor of a matrix
 PIPELINE = 8  # (rank, step, micro-batch, part): a pipeline's forward pass: before the blocks, each block, after them
 ROUNDING = 9  # (step, parameter): stochastic rounding of weights that are stored in bf16
 UPDATE_BN = 10  # (rank): the passes that compute running statistics of averaged weights
+STREAM = 11  # (epoch, rank, draw): draws from the shuffle buffer of a stream
 
 
 def mix(*keys: int) -> int:

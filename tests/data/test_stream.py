@@ -1,5 +1,6 @@
 """Streams of samples: split over ranks, batched, transformed, walked again, and resumed."""
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from trainer.callback import Callback
 from trainer.config.options import CheckpointOptions, DataOptions, Options
-from trainer.data.stream import Stream, is_stream
+from trainer.data.opening import open_source
+from trainer.data.stream import Stream, is_stream, shuffled
 from trainer.errors import ConfigError, message
 from trainer.process.environment import Place
 from trainer.trainer import Trainer
@@ -81,14 +83,76 @@ class Seen(Callback):
             yield step
 
 
-def train(place: Place, kind: str, steps: int, resume: str | None = None, **options: Any) -> tuple[Any, Any]:
+def train(
+    place: Place,
+    kind: str,
+    steps: int,
+    resume: str | None = None,
+    buffer: int = 0,
+    run_dir: str = "runs/r",
+    **options: Any,
+) -> tuple[Any, Any]:
     seen = Seen()
     trainer = Trainer(
-        Streams(kind, 10), [seen], batch=4, accumulate=1, data=DataOptions(workers=0), place=place,
-        options=Options(max_steps=steps, run_dir="runs/r", resume=resume, checkpoint=CheckpointOptions(), **options),
+        Streams(kind, 10), [seen], batch=4, accumulate=1, place=place,
+        data=DataOptions(workers=0, shuffle_buffer=buffer),
+        options=Options(max_steps=steps, run_dir=run_dir, resume=resume, checkpoint=CheckpointOptions(), **options),
     )  # fmt: skip
     trainer.fit()
     return seen.steps, trainer.validation
+
+
+@pytest.mark.parametrize("resumed_at", [1, 2, 3])
+def test_a_shuffled_stream_has_each_sample_once_a_pass_and_a_resume_its_order(resumed_at):
+    straight, _ = train(Place(), "torch", 4, buffer=4)
+    plain, _ = train(Place(), "torch", 4, run_dir="runs/plain")
+    assert straight != plain and straight[:2] != straight[2:]
+    for shown in (straight[:2], straight[2:]):
+        assert len(numbers(shown)) == len(set(numbers(shown))) >= 7
+    for folder in ("runs", "ckpt"):
+        shutil.rmtree(folder)
+    first, _ = train(Place(), "torch", resumed_at, buffer=4)
+    rest, _ = train(Place(), "torch", 4, resume="auto", buffer=4)
+    assert [*first, *rest[resumed_at - 4 :]] == straight
+    with refuses("trainer.resume", "shuffle_buffer=4"):
+        train(Place(), "torch", 5, resume="auto")
+
+
+ORDER = [0, 2, 5, 1, 3, 6, 4, 8, 9, 7, 10, 11]
+
+
+def test_the_order_of_a_shuffle_buffer_is_frozen():
+    """A change would give every resumed run of a shuffled stream other samples."""
+    assert list(shuffled(range(12), 4, 7)) == ORDER
+    assert [sorted(shuffled(range(12), size, 3)) for size in (1, 5, 12, 99)] == [list(range(12))] * 4
+    assert list(shuffled(range(5), 1, 3)) == list(range(5))
+
+
+def test_a_shuffle_buffer_holds_no_more_than_its_size():
+    """As an endless stream needs."""
+    taken = list[int]()
+    shown = shuffled((taken.append(i) or i for i in itertools.count()), 100, 0)
+    found = [next(shown) for _ in range(1000)]
+    assert len(taken) == 1099 and all(value < i + 100 for i, value in enumerate(found))
+    assert found != sorted(found) and len(set(found)) == 1000
+
+
+def test_validation_has_the_streams_order():
+    stream = Stream(range(9), None, 0, buffer=5)
+    assert list(stream.batches(4, 0, 1, list, False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert sorted(itertools.chain(*stream.batches(3, 0, 1, list, True))) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"), [(numbered(3), "shuffle_*"), ([torch.ones(2)], "batches"), ("x-*.tar", "shuffle_*")]
+)
+def test_a_shuffle_buffer_is_for_streams(data, why):
+    class Own(Streams):
+        def data(self, split):
+            return data
+
+    with refuses("data.shuffle_buffer=4", why):
+        open_source(Own("", 1), "train", 0, DataOptions(shuffle_buffer=4))
 
 
 def numbers(steps: list[list[float]]) -> list[float]:

@@ -87,6 +87,7 @@ class DataOptions:
     prefetch: PositiveInt = 2  # micro-batches ahead per worker; all workers together load 1.5 steps ahead
     shuffle_shards: PositiveInt = 64  # shards mixed in every batch; part of the run's identity
     shuffle_window: PositiveInt = 512  # consecutive samples shuffled together; part of the run's identity
+    shuffle_buffer: NonNegativeInt = 0  # samples of a stream from which the next is drawn; part of the run's identity
     decoders: list[Any] = field(default_factory=list)  # functions (".seg.png", bytes) -> value, or None: the next one's
     map: list[Any] = field(default_factory=list)  # functions sample -> sample, one after the other, before `transform`
     # Share of an epoch's samples that may be unreadable, 10 at least; 0: none.

@@ -32,8 +32,13 @@ class Iterated:
 
     @property
     def fingerprint(self) -> str:
-        """The limit only, because an iterable's content is unknown."""
-        return "iterable" if self.most is None else f"iterable first {self.most}"
+        """The limit and the shuffle buffer only, because an iterable's content is unknown."""
+        buffer = self.given.buffer if isinstance(self.given, Stream) else 0
+        return (
+            "iterable"
+            + (f" with shuffle_buffer={buffer}" if buffer else "")
+            + (f" first {self.most}" if self.most else "")
+        )
 
     @property
     def batch_size(self) -> int | None:

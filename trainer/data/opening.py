@@ -135,6 +135,8 @@ def open_data(
         decoders: `data.decoders`, followed by the recipe's.
     """
     refuse_no_data(data, split)
+    if options.shuffle_buffer and split == "train":
+        refuse_buffer(data, options)
     if _names_shards(data):
         index = Index.open(find_shards(data, options), Progress())
         reader = ShardReader(index, decoders, timeout_s)
@@ -151,7 +153,7 @@ def open_data(
             )
         return map_style(data, split, transform, seed)
     if is_stream(data):
-        return iterated(Stream(data, transform, seed), data, split)
+        return iterated(Stream(data, transform, seed, options.shuffle_buffer), data, split)
     if isinstance(data, DataLoader) and transform is not None and not options.map:
         raise ConfigError(
             f"recipe.transform: recipe.data({split!r}) is a DataLoader, whose samples it does not get; apply it in the "
@@ -200,6 +202,18 @@ def refuse_no_data(data: Any, split: str) -> None:
         raise DataError(f"{key}: returned an empty {type(data).__name__}; {form}")
     if not isinstance(data, Path) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(f"{key}: returned a value of type {type(data).__name__}; {form}")
+
+
+def refuse_buffer(data: Any, options: DataOptions) -> None:
+    """Refuse a shuffle buffer for training data that is no stream of samples."""
+    by_place = _names_shards(data) or isinstance(data, Mapping) or is_map_style(data)
+    if by_place or not is_stream(data):
+        why = "are shuffled by data.shuffle_*" if by_place else "come in batches"
+        fix = "leave it out" if by_place else "shuffle them in the iterable"
+        raise ConfigError(
+            f"data.shuffle_buffer={options.shuffle_buffer}: is for streams of samples, and the samples of "
+            f"recipe.data('train') {why}; {fix}"
+        )
 
 
 def named(data: Mapping[Any, Any], split: str, open_part: Callable[[Any], Source]) -> NamedSources:

@@ -3,14 +3,16 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.random import Generator
 from torch.utils.data import default_collate
 
 from trainer.data.shards.transforms import maker_of
 from trainer.errors import ConfigError
-from trainer.rng import SAMPLE, keyed, mix
+from trainer.rng import SAMPLE, STREAM, keyed, mix
+
+T = TypeVar("T")
 
 STREAMING = ("datasets.iterable_dataset", "IterableDataset")
 
@@ -24,10 +26,13 @@ class Stream:
         samples: Hugging Face's `IterableDataset`, or an iterable whose attribute `yields_samples` is true. If it has a
             method `set_epoch`, that is called before each pass over training data.
         transform: The recipe's transform.
+        buffer: Samples that each rank holds in training, and of which it draws the next one; 0: the given order.
     """
 
-    def __init__(self, samples: Any, transform: Callable[[Any, Generator], Any] | None, seed: int) -> None:
-        self.samples, self.transform, self.seed = samples, transform, seed
+    def __init__(
+        self, samples: Any, transform: Callable[[Any, Generator], Any] | None, seed: int, buffer: int = 0
+    ) -> None:
+        self.samples, self.transform, self.seed, self.buffer = samples, transform, seed, buffer
 
     def batches(
         self, micro: int, rank: int, world: int, collate: Callable[[list[Any]], Any], training: bool
@@ -35,7 +40,7 @@ class Stream:
         """Return this rank's batches of `micro` samples; the last one may be smaller, except in training."""
         return Batches(self, micro, rank, world, collate, training)
 
-    def part(self, epoch: int, rank: int, world: int) -> Iterator[Any]:
+    def part(self, epoch: int, rank: int, world: int, buffer: int = 0) -> Iterator[Any]:
         """Yield every `world`-th sample, starting at sample `rank`. Hugging Face's data may skip whole files."""
         samples, first, every = self.samples, rank, world
         if world > 1 and is_hugging_face(samples):
@@ -44,11 +49,25 @@ class Stream:
             samples, first, every = split_dataset_by_node(samples, rank, world), 0, 1
         if hasattr(samples, "set_epoch"):
             samples.set_epoch(epoch)
-        for row, sample in enumerate(itertools.islice(iter(samples), first, None, every)):
+        rows = enumerate(itertools.islice(iter(samples), first, None, every))
+        for row, sample in shuffled(rows, buffer, mix(self.seed, STREAM, epoch, rank)) if buffer else rows:
             key = mix(self.seed, SAMPLE, epoch, row * world + rank)
             with errors_at(f"sample {row} of rank {rank} in pass {epoch} of the stream"):
                 made = sample if self.transform is None else self.transform(sample, keyed(key))
             yield made
+
+
+def shuffled(items: Iterable[T], size: int, key: int) -> Iterator[T]:
+    """Yield items in an order that depends on the key alone. Each is drawn from the next `size` that are left."""
+    held = list[T]()
+    rest = iter(items)
+    for draw in itertools.count():
+        held.extend(itertools.islice(rest, size - len(held)))
+        if not held:
+            return
+        place = mix(key, draw) % len(held)
+        held[place], held[-1] = held[-1], held[place]
+        yield held.pop()
 
 
 @contextmanager
@@ -72,7 +91,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, row = self.epoch, 0
-        part = self.stream.part(epoch, self.rank, self.world)
+        part = self.stream.part(epoch, self.rank, self.world, self.stream.buffer if self.training else 0)
         self.epoch += self.training
         while samples := list(itertools.islice(part, self.micro)):
             if self.training and len(samples) < self.micro:

@@ -1,8 +1,12 @@
 """Each loader gives every sample of the shards, and its table has what the goals are about."""
 
+import itertools
+import multiprocessing
 import signal
 import subprocess
 import sys
+import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -40,13 +44,26 @@ def test_a_turn_is_a_process_of_its_own(tmp_path: Path) -> None:
             assert bench.turn(data, 1, cold, name)["rate"] > 0
 
 
+def test_cpu_time_is_that_of_the_workers_too() -> None:
+    burn = multiprocessing.get_context("fork").Process(target=lambda: deque(itertools.count(), 0), daemon=True)
+    before = bench.cpu_s()
+    burn.start()
+    try:
+        while bench.cpu_s() < before + 0.1:
+            time.sleep(0.01)
+    finally:
+        burn.kill()
+        burn.join()
+
+
 def test_what_a_table_says(tmp_path: Path) -> None:
     """Rounds are compared with each other: the second is twice as slow for all."""
-    turns = {"raw": [100.0, 50.0, 100.0], "Echelon": [80.0, 40.0, 80.0], "webdataset": [40.0, 20.0, 90.0]}
-    found = Rounds({name: [{"rate": each} for each in rates] for name, rates in turns.items()})
+    turns = {"raw": [100.0, 50.0, 100.0], "Echelon": [80.0, 40.0, 80.0], "webdataset": [20.0, 10.0, 90.0]}
+    found = Rounds({name: [{"rate": each, "cpu_us": 1e4 / each} for each in rates] for name, rates in turns.items()})
     rows, goals = bench.table(bench.Data("large", tmp_path, 1, 1), 2, True, found)
-    assert [row["of raw reading"] for row in rows] == [1, 0.8, 0.4]
-    assert [(goal.value, goal.met) for goal in goals] == [(2, True), (0.8, False)]
+    assert [row["of raw reading"] for row in rows] == [1, 0.8, 0.2]
+    assert [row["CPU us a sample"] for row in rows] == [100, 125, 500]
+    assert [(goal.value, goal.met) for goal in goals] == [(4, True)]
 
 
 def test_a_resume_in_an_index_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
