@@ -34,11 +34,8 @@ class Iterated:
     def fingerprint(self) -> str:
         """The limit and the shuffle buffer only, because an iterable's content is unknown."""
         buffer = self.given.buffer if isinstance(self.given, Stream) else 0
-        return (
-            "iterable"
-            + (f" with shuffle_buffer={buffer}" if buffer else "")
-            + (f" first {self.most}" if self.most else "")
-        )
+        kind = f"iterable with shuffle_buffer={buffer}" if buffer else "iterable"
+        return kind if self.most is None else f"{kind} first {self.most}"
 
     @property
     def batch_size(self) -> int | None:
