@@ -57,7 +57,7 @@ def test_help_lists_everything_and_imports_nothing_heavy(tmp_path):
     assert "A small network on synthetic data" in own.out
 
 
-NEEDED = {"antlr4", "hydra", "numpy", "omegaconf", "safetensors", "torch", "torchgen", "trainer", "yaml"}
+NEEDED = {"antlr4", "hydra", "numpy", "omegaconf", "safetensors", "torch", "torchgen", "trainer", "yaml", "zlib_ng"}
 BY_TORCH = {
     "attr", "attrs", "cython_runtime", "dill", "mpmath", "packaging", "pynvml", "sympy", "tqdm", "typing_extensions"
 }  # fmt: skip

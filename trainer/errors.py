@@ -24,8 +24,8 @@ NO_MORE = ("can't start new thread", "Resource temporarily unavailable")  # mess
 NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: ")  # as torch says
 SHARED_MEMORY = "/dev/shm"
 NO_SHARED_MEMORY = (
-    f"{SHARED_MEMORY}: has no room for the locks or batches of data workers; make room, enlarge it (docker run --shm-size=1g), "
-    "or give data.workers=0"
+    f"{SHARED_MEMORY}: has no room for the locks or batches of data workers; make room, enlarge it "
+    "(docker run --shm-size=1g), or give data.workers=0"
 )
 FINAL = (NUMERICS, DATA, CONFIG)  # another attempt would meet the same error
 

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+import resource
 import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_batch_of_any_structure_arrives_as_it_is(worker: Worker, name: str) -> None:
     batch = SHAPES[name]
@@ -204,6 +206,17 @@ def test_without_memory_for_a_slot_a_batch_is_sent_as_torch_sends_it(
     assert packed.number == -1 and torch.equal(worker.rank.take(packed), default_collate([x, x]))
     worker.sent([x, x])
     assert worker.side.free().number == 0  # the failed one was not marked as taken
+
+
+@pytest.mark.parametrize(("limit", "each"), [(64, 2), (1 << 20, 100), (16, 0), (resource.RLIM_INFINITY, 100)])
+def test_slots_leave_files_for_others(limit: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    slots = Slots(4, 100)
+    assert slots.each == each and len(slots.files) == 4 * each
+    slots.begin_worker(3)
+    assert (slots.free() is None) == (each == 0)
+    slots.close()
 
 
 def test_a_full_shared_memory_is_named(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

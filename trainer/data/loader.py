@@ -255,9 +255,7 @@ class Loader:
         workers, timeout_s = self.options.workers, self.timeout_s
         following = itertools.islice(later, max(1, workers), None)  # the next micro-batch of the same worker
         to_load = itertools.zip_longest(to_load, following, fillvalue=NONE)
-        held = self.split.micros(self.rank) + HELD
-        slots = Slots(workers, ahead - (-held // workers), self.device.type == "cuda") if workers else None
-        fetch: Any = Fetch(source, self.collate, self.weight or count_samples, slots)
+        fetch: Any = Fetch(source, self.collate, self.weight or count_samples, self._slots(ahead) if workers else None)
         loader = partial(
             DataLoader,
             fetch,
@@ -276,8 +274,7 @@ class Loader:
                     if end:
                         count_done()
                     batch, weight, bad = fetched
-                    if slots and batch is not None:
-                        batch = slots.take(batch)
+                    batch = fetch.taken(batch)
                     micro = Micro(batch, weight, refs, bad)
                     del fetched, batch  # so that only the consumer keeps the batch
                     yield micro
@@ -287,8 +284,11 @@ class Loader:
                 raise UnavailableError(reason) from None
             raise
         finally:
-            if slots:
-                slots.close()
+            fetch.close()
+
+    def _slots(self, ahead: int) -> Slots:
+        workers, held = self.options.workers, self.split.micros(self.rank) + HELD
+        return Slots(workers, ahead - (-held // workers), self.device.type == "cuda")
 
 
 class Fetch:
@@ -323,6 +323,15 @@ class Fetch:
             return error
         except tuple(EXIT_CODES) as error:  # a subclass of the recipe's might not unpickle in the rank
             return next(kind for kind in EXIT_CODES if isinstance(error, kind))(str(error))
+
+    def taken(self, batch: Any) -> Any:
+        """Return on the rank a batch that a worker has sent."""
+        return self.slots.take(batch) if self.slots and batch is not None else batch
+
+    def close(self) -> None:
+        """Close the rank's slots."""
+        if self.slots:
+            self.slots.close()
 
     def _batch(self, refs: Refs, following: Refs, slot: Slot | None) -> tuple[Any, list[Bad]]:
         """Return the batch of the good samples, and the bad ones; the batch is None if there is no good one."""

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from trainer.errors import NO_SHARED_MEMORY, ConfigError, UnavailableError, lacks_shared_memory
+from trainer.process.environment import raise_file_limit
 
 ALIGNED = 64  # bytes: what vector instructions like, and each dtype
 SMALLEST = 1 << 16  # bytes of a slot
 PROTOCOL = 5  # of pickle: large bytes and arrays are written without a copy
+SHARE = 8  # slots take at most 1 / 8 of the files that may be open; a mapped one takes two
 SPARE = 2.0  # bytes of a storage for each byte of a tensor up to which the whole storage is sent
 
 loads: Any = ForkingPickler.loads  # pyright: ignore[reportAttributeAccessIssue] it takes pickle's function for a method
@@ -46,14 +48,14 @@ class Slots:
     more: it may be kept for any time. If none is free, a batch is sent as torch sends it.
 
     Args:
-        each: Slots of a worker.
+        each: Slots of a worker; fewer if only few files may be open.
         pinned: Lock the memory for copies to a GPU.
     """
 
     def __init__(self, workers: int, each: int, pinned: bool = False) -> None:
-        self.each, self.pinned = each, pinned
-        self.taken = mmap.mmap(-1, max(1, workers * each))  # a byte for each slot
-        self.files = [os.memfd_create("echelon-batch") for _ in range(workers * each)]
+        self.each, self.pinned = min(each, raise_file_limit() // (SHARE * workers)), pinned
+        self.taken = mmap.mmap(-1, max(1, workers * self.each))  # a byte for each slot
+        self.files = [os.memfd_create("echelon-batch") for _ in range(workers * self.each)]
         self.maps: dict[int, mmap.mmap] = {}  # of this process
         self.locked: list[np.ndarray] = []
         self.own = 0, 0  # this worker's slots

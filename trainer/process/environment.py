@@ -222,11 +222,13 @@ def refuse_without_loopback() -> None:
             ) from None
 
 
-def raise_file_limit() -> None:
-    """Raise the limit of open files: gloo needs a socket per peer and group, and each prefetched tensor a file."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+def raise_file_limit() -> int:
+    """Raise and return the limit of open files: gloo needs a socket per peer and group, a prefetched batch a few."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        limit = most
+    return 1 << 20 if limit == resource.RLIM_INFINITY else limit
 
 
 def avoid_foreign_cache(env: MutableMapping[str, str]) -> None:
