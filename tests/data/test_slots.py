@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import multiprocessing
 import os
 import resource
 import weakref
@@ -149,6 +150,15 @@ def test_a_batch_may_be_kept_and_its_slot_is_used_again_once_it_is_dropped(worke
     del part
     again = worker.sent(torch.full((3,), 4.0))
     assert where(again, worker.rank) == 1 and kept.tolist() == [1.0] * 3
+
+
+def test_a_forked_process_that_drops_a_batch_frees_nothing(worker: Worker) -> None:
+    """As data workers of a validation do, which are forked while the rank has a batch."""
+    held = [worker.sent(torch.full((3,), 1.0))]
+    child = multiprocessing.get_context("fork").Process(target=held.clear)
+    child.start()
+    child.join()
+    assert child.exitcode == 0 and worker.side.free().number == 1 and held[0].tolist() == [1.0] * 3
 
 
 def test_a_batch_without_tensors_frees_its_slot_at_once(worker: Worker) -> None:

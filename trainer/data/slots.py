@@ -108,12 +108,16 @@ class Slots:
         if packed.number < 0:
             return loads(packed.pickled)
         held = np.frombuffer(self.mapped(packed.number, packed.size), np.uint8)
-        weakref.finalize(held, self.taken.__setitem__, packed.number, 0).atexit = False
+        weakref.finalize(held, self._free, packed.number, os.getpid()).atexit = False
         _opened.bytes, _opened.storages = held, {}
         try:
             return loads(held[packed.start : packed.stop].data)
         finally:
             del _opened.bytes, _opened.storages
+
+    def _free(self, number: int, rank: int) -> None:
+        if os.getpid() == rank:  # in a process that the rank has forked, the rank's batches may be dropped, too
+            self.taken[number] = 0
 
     def mapped(self, number: int, size: int) -> mmap.mmap:
         """Return this process's map of a slot, whose file has grown to `size` bytes."""
