@@ -230,7 +230,8 @@ def table(found: Rounds, size: str, threads: int) -> tuple[list[Row], list[Goal]
     return rows, [
         at_most(f"{size}: stall, times a copy", 1.3, ours["stall / copy"]),
         at_most(
-            f"{size}: worst step during the write, times the worst of as many steps without it", 1.1,
+            f"{size}: worst step during the write, times the worst of as many steps without it",
+            1.1,
             counted.ratio("Echelon", "nothing", "worst"),
         ),
     ]

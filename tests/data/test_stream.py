@@ -137,6 +137,12 @@ def test_a_shuffle_buffer_holds_no_more_than_its_size():
     assert found != sorted(found) and len(set(found)) == 1000
 
 
+def test_a_drawn_sample_is_named_by_its_place_in_the_stream():
+    stream = Stream([*range(3), None, *range(20)], None, 0, buffer=20)
+    with refuses("recipe.data", "sample 3 is None"):
+        list(stream.batches(24, 0, 1, default_collate, True))
+
+
 def test_validation_has_the_streams_order():
     stream = Stream(range(9), None, 0, buffer=5)
     assert list(stream.batches(4, 0, 1, list, False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
@@ -144,7 +150,7 @@ def test_validation_has_the_streams_order():
 
 
 @pytest.mark.parametrize(
-    ("data", "why"), [(numbered(3), "shuffle_*"), ([torch.ones(2)], "batches"), ("x-*.tar", "shuffle_*")]
+    ("data", "why"), [(numbered(3), "shuffled anyway"), ([torch.ones(2)], "batches"), ("x-*.tar", "shuffled anyway")]
 )
 def test_a_shuffle_buffer_is_for_streams(data, why):
     class Own(Streams):

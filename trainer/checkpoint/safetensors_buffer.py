@@ -1,12 +1,12 @@
 """Lays out tensors as the bytes of a safetensors file, in memory that the next checkpoint reuses."""
 
 import json
-import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from trainer.comm.device import pin
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -65,11 +65,3 @@ class SafetensorsBuffer:
 def layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bool]]:
     """Return each tensor's dtype, shape and device type. Tensors with equal layouts fit the same buffer."""
     return {name: (tensor.dtype, tensor.shape, tensor.is_cuda) for name, tensor in tensors.items()}
-
-
-def pin(memory: Tensor) -> None:
-    """Pin `memory` for asynchronous copies. Torch's own pinned memory would round its size up to a power of two."""
-    cuda: Any = torch.cuda.cudart()
-    start = memory.data_ptr()
-    torch.cuda.check_error(cuda.cudaHostRegister(start, memory.numel(), 0))
-    weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, start).atexit = False

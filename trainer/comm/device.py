@@ -1,7 +1,11 @@
 """Chooses this process's device and backend."""
 
+import weakref
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.process.environment import Place
@@ -51,3 +55,11 @@ def has_failed(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def pin(memory: Tensor) -> None:
+    """Pin `memory` for asynchronous copies. Torch's own pinned memory would round its size up to a power of two."""
+    cuda: Any = torch.cuda.cudart()
+    start = memory.data_ptr()
+    torch.cuda.check_error(cuda.cudaHostRegister(start, memory.numel(), 0))
+    weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, start).atexit = False

@@ -265,8 +265,9 @@ class Loader:
             prefetch_factor=ahead,
             timeout=timeout_s,
         )
-        batches = start_workers(loader, to_load, fetch.begin_worker) if workers else map(fetch, to_load)
+        batches: Any = None
         try:
+            batches = start_workers(loader, to_load, fetch.begin_worker) if workers else map(fetch, to_load)
             with fetching(source.reader.remote(), needs, lanes, self.ranks_on_node) as count_done:
                 for fetched, refs, end in zip(batches, to_name, ends or itertools.repeat(True), strict=False):
                     if isinstance(fetched, Exception):

@@ -208,7 +208,7 @@ def refuse_buffer(data: Any, options: DataOptions) -> None:
     """Refuse a shuffle buffer for training data that is no stream of samples."""
     by_place = _names_shards(data) or isinstance(data, Mapping) or is_map_style(data)
     if by_place or not is_stream(data):
-        why = "are shuffled by data.shuffle_*" if by_place else "come in batches"
+        why = "are shuffled anyway" if by_place else "come in batches"
         fix = "leave it out" if by_place else "shuffle them in the iterable"
         raise ConfigError(
             f"data.shuffle_buffer={options.shuffle_buffer}: is for streams of samples, and the samples of "

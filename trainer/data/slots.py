@@ -4,6 +4,7 @@ torch sends each tensor in a file of its own in /dev/shm, which both processes m
 slot is a file without a name that both keep mapped. It is used again once the rank has dropped the batch.
 """
 
+import errno
 import mmap
 import os
 import threading
@@ -17,7 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data._utils.pin_memory import pin_memory
 
+from trainer.comm.device import pin
+from trainer.data.device_prefetch import map_tensors
 from trainer.errors import NO_SHARED_MEMORY, ConfigError, UnavailableError, lacks_shared_memory
 from trainer.process.environment import raise_file_limit
 
@@ -54,10 +58,16 @@ class Slots:
 
     def __init__(self, workers: int, each: int, pinned: bool = False) -> None:
         self.each, self.pinned = min(each, raise_file_limit() // (SHARE * workers)), pinned
-        self.taken = mmap.mmap(-1, max(1, workers * self.each))  # a byte for each slot
-        self.files = [os.memfd_create("echelon-batch") for _ in range(workers * self.each)]
         self.maps: dict[int, mmap.mmap] = {}  # of this process
-        self.locked: list[np.ndarray] = []
+        self.pins: list[Tensor] = []  # each map, for as long as it is pinned
+        self.taken = mmap.mmap(-1, max(1, workers * self.each))  # a byte for each slot
+        self.files: list[int] = []
+        try:
+            while len(self.files) < workers * self.each:
+                self.files.append(os.memfd_create("echelon-batch"))
+        except OSError:  # the system has no more files
+            self.close()
+            self.each = 0
         self.own = 0, 0  # this worker's slots
 
     def pack(self, batch: Any, slot: "Slot | None") -> Packed:
@@ -94,7 +104,7 @@ class Slots:
 
     def begin_worker(self, worker: int) -> None:
         """Free the slots of a worker. One that was killed as it started may have taken some."""
-        first = worker * self.each
+        first, self.pinned = worker * self.each, False  # a forked process has no GPU
         self.own = first, first + self.each
         self.taken[first : first + self.each] = bytes(self.each)
 
@@ -104,16 +114,20 @@ class Slots:
         return None if number < 0 else Slot(self, number)
 
     def take(self, packed: Packed) -> Any:
-        """Return the batch on the rank. Its tensors are in the slot."""
+        """Return the batch on the rank, with its tensors in the slot.
+
+        With a GPU, a class whose tensors `Upload` can't see copies them itself. Its batch is a copy, pinned by the
+        class, because nobody knows when its own copy to the GPU is over.
+        """
         if packed.number < 0:
-            return loads(packed.pickled)
+            batch = received(packed.pickled)
+            return pin_memory(batch) if self.pinned else batch
         held = np.frombuffer(self.mapped(packed.number, packed.size), np.uint8)
         weakref.finalize(held, self._free, packed.number, os.getpid()).atexit = False
-        _opened.bytes, _opened.storages = held, {}
-        try:
-            return loads(held[packed.start : packed.stop].data)
-        finally:
-            del _opened.bytes, _opened.storages
+        batch, storages = opened(held, packed)
+        if self.pinned and storages > len(visible(batch)):
+            return pin_memory(opened(held.copy(), packed)[0])
+        return batch
 
     def _free(self, number: int, rank: int) -> None:
         if os.getpid() == rank:  # in a process that the rank has forked, the rank's batches may be dropped, too
@@ -125,25 +139,22 @@ class Slots:
         if kept is None or len(kept) < size:
             kept = self.maps[number] = mmap.mmap(self.files[number], size)
             if self.pinned:
-                self._lock(np.frombuffer(kept, np.uint8))
+                self.pins.append(torch.frombuffer(kept, dtype=torch.uint8))
+                try:
+                    pin(self.pins[-1])
+                except RuntimeError as error:
+                    fix = "raise ulimit -l and the memory of the control group, or give data.workers=0"
+                    raise UnavailableError(f"data.workers: {size} bytes can't be pinned ({error}); {fix}") from None
         return kept
 
     def close(self) -> None:
         """Close the files on the rank. Batches that are still held stay valid."""
-        runtime: Any = torch.cuda.cudart() if self.locked else None
-        if runtime:
+        if self.pins:
             torch.cuda.synchronize()
-        for memory in self.locked:
-            runtime.cudaHostUnregister(memory.ctypes.data)
-        self.locked.clear()
+            self.pins.clear()
         self.maps.clear()
         while self.files:
             os.close(self.files.pop())
-
-    def _lock(self, memory: np.ndarray) -> None:
-        runtime: Any = torch.cuda.cudart()
-        if runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0) == 0:
-            self.locked.append(memory)  # otherwise each copy to the device pins its batch itself
 
 
 class Slot:
@@ -196,8 +207,8 @@ class Slot:
         return start
 
     def _grown(self, size: int) -> mmap.mmap:
-        step = max(SMALLEST, 1 << (size.bit_length() - 4))
-        size = -(-size // step) * step
+        size = max(size, len(self.slots.maps.get(self.number, b"")) * 3 // 2)  # few maps, since the rank keeps each
+        size = -(-size // SMALLEST) * SMALLEST
         os.posix_fallocate(self.slots.files[self.number], 0, size)  # else a lack of memory would be a bus error
         return self.slots.mapped(self.number, size)
 
@@ -251,8 +262,36 @@ def identity(value: Any) -> Any:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is the values in its storage, and nothing else."""
-    dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    return dense and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+        return False
+    unlike = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return not (unlike or tensor.is_shared())  # a shared one stays shared
+
+
+def opened(memory: np.ndarray, packed: Packed) -> tuple[Any, int]:
+    """Return the batch whose tensors are in this memory, and the number of their storages."""
+    _opened.bytes, _opened.storages = memory, {}
+    try:
+        return loads(memory[packed.start : packed.stop].data), len(_opened.storages)
+    finally:
+        del _opened.bytes, _opened.storages
+
+
+def visible(batch: Any) -> set[int]:
+    """Return the storages of the tensors that `Upload` copies."""
+    tensors = list[Tensor]()
+    map_tensors(batch, tensors.append)
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, Tensor)}
+
+
+def received(pickled: bytes) -> Any:
+    """Return a batch that was sent as torch sends it, with a file for each tensor."""
+    try:
+        return loads(pickled)
+    except RuntimeError as error:
+        if "ancdata" not in str(error):
+            raise
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
 
 
 def laid(place: int, size: int, dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: Any) -> Tensor:

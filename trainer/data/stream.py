@@ -1,7 +1,7 @@
 """Batches streams of samples, such as Hugging Face's streaming data sets, and splits them over the ranks."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ class Stream:
         samples: Hugging Face's `IterableDataset`, or an iterable whose attribute `yields_samples` is true. If it has a
             method `set_epoch`, that is called before each pass over training data.
         transform: The recipe's transform.
-        buffer: Samples that each rank holds in training, and of which it draws the next one; 0: the given order.
+        buffer: Samples that each rank holds in training, and from which it draws the next; 0: the given order.
     """
 
     def __init__(
@@ -40,8 +40,11 @@ class Stream:
         """Return this rank's batches of `micro` samples; the last one may be smaller, except in training."""
         return Batches(self, micro, rank, world, collate, training)
 
-    def part(self, epoch: int, rank: int, world: int, buffer: int = 0) -> Iterator[Any]:
-        """Yield every `world`-th sample, starting at sample `rank`. Hugging Face's data may skip whole files."""
+    def part(self, epoch: int, rank: int, world: int, buffer: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield every `world`-th sample with its row, starting at sample `rank`.
+
+        Hugging Face's data may skip whole files.
+        """
         samples, first, every = self.samples, rank, world
         if world > 1 and is_hugging_face(samples):
             from datasets.distributed import split_dataset_by_node  # pyright: ignore[reportMissingImports]
@@ -54,7 +57,7 @@ class Stream:
             key = mix(self.seed, SAMPLE, epoch, row * world + rank)
             with errors_at(f"sample {row} of rank {rank} in pass {epoch} of the stream"):
                 made = sample if self.transform is None else self.transform(sample, keyed(key))
-            yield made
+            yield row, made
 
 
 def shuffled(items: Iterable[T], size: int, key: int) -> Iterator[T]:
@@ -90,26 +93,26 @@ class Batches:
         self.collate, self.training, self.epoch = collate, training, 0
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, row = self.epoch, 0
+        epoch = self.epoch
         part = self.stream.part(epoch, self.rank, self.world, self.stream.buffer if self.training else 0)
         self.epoch += self.training
-        while samples := list(itertools.islice(part, self.micro)):
-            if self.training and len(samples) < self.micro:
+        while given := list(itertools.islice(part, self.micro)):
+            if self.training and len(given) < self.micro:
                 return
-            last = row + len(samples) - 1
-            with errors_at(f"samples {row} to {last} of rank {self.rank} in pass {epoch} of the stream"):
-                batch = self._batch(samples, row)
+            rows, samples = zip(*given, strict=True)
+            named = ", ".join(map(str, rows)) if self.stream.buffer else f"{rows[0]} to {rows[-1]}"
+            with errors_at(f"samples {named} of rank {self.rank} in pass {epoch} of the stream"):
+                batch = self._batch(list(samples), rows)
             yield batch
-            row = last + 1
 
-    def _batch(self, samples: list[Any], row: int) -> Any:
-        """Collate samples, the first of which is sample `row` of this pass."""
+    def _batch(self, samples: list[Any], rows: Sequence[int]) -> Any:
+        """Collate samples of these rows."""
         try:
             batch = self.collate(samples)
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             if self.collate is not default_collate:
                 raise
-            for number, sample in enumerate(samples, start=row):
+            for number, sample in zip(rows, samples, strict=True):
                 if sample is None:
                     maker = maker_of(self.stream.transform)
                     raise ConfigError(f"recipe.data: sample {number} is None; return the sample from {maker}") from None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import save
 from support.tars import add, shard_of
@@ -194,7 +195,10 @@ def test_a_shard_that_stays_away_is_not_damaged(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE])
-@pytest.mark.parametrize(("module", "call"), [(os, "preadv"), (read_module, "opened"), (stored_module, "safe_open")])
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [(os, "preadv"), (read_module, "opened"), (stored_module, "safe_open"), (torch, "from_file")],
+)
 def test_what_the_system_can_not_do_damages_no_sample(
     three: ShardReader, number: int, module: Any, call: str, monkeypatch: pytest.MonkeyPatch, sleeps: list[float]
 ) -> None:

@@ -82,7 +82,10 @@ def mapped(index_path: Path, samples: int) -> NDArray[np.int64]:
     """Map the rows. Those of `safe_open` take ten times as long to look up one by one."""
     with index_path.open("rb") as file:  # torch keeps no file open, and takes names of UTF-8 only
         name, size = f"/dev/fd/{file.fileno()}", os.fstat(file.fileno()).st_size
-        content = torch.from_file(name, shared=False, size=size, dtype=torch.uint8).numpy()
+        try:
+            content = torch.from_file(name, shared=False, size=size, dtype=torch.uint8).numpy()
+        except RuntimeError as error:
+            raise OSError(errno.EIO, str(error), str(index_path)) from None
     header = 8 + int.from_bytes(content[:8].tobytes(), "little")
     return content[header:].view("<i8").reshape(samples, 3)
 
