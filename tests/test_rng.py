@@ -11,7 +11,7 @@ from trainer import rng
 KEYS = {
     "SHARDS": 2, "BLOCK": 4, "SAMPLE": 2, "RECIPE_DATA": 0, "ITERABLE": 1, "STEP": 1,
     "MIXTURE_ORDER": 1, "CODEC_NOISE": 5, "MIXTURE_PLACES": 2, "POWERSGD_START": 2, "PIPELINE": 4, "ROUNDING": 2,
-    "UPDATE_BN": 1,
+    "UPDATE_BN": 1, "STREAM": 3,
 }  # fmt: skip
 
 

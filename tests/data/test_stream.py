@@ -118,20 +118,20 @@ def test_a_shuffled_stream_has_each_sample_once_a_pass_and_a_resume_its_order(re
         train(Place(), "torch", 5, resume="auto")
 
 
-ORDER = [0, 2, 5, 1, 3, 6, 4, 8, 9, 7, 10, 11]
+ORDER = [0, 3, 1, 6, 2, 4, 9, 7, 5, 11, 8, 10]
 
 
 def test_the_order_of_a_shuffle_buffer_is_frozen():
     """A change would give every resumed run of a shuffled stream other samples."""
-    assert list(shuffled(range(12), 4, 7)) == ORDER
-    assert [sorted(shuffled(range(12), size, 3)) for size in (1, 5, 12, 99)] == [list(range(12))] * 4
-    assert list(shuffled(range(5), 1, 3)) == list(range(5))
+    assert list(shuffled(range(12), 4, 7, 1, 2)) == ORDER
+    assert [sorted(shuffled(range(12), size, 3, 0, 0)) for size in (1, 5, 12, 99)] == [list(range(12))] * 4
+    assert list(shuffled(range(5), 1, 3, 0, 0)) == list(range(5))
 
 
 def test_a_shuffle_buffer_holds_no_more_than_its_size():
     """As an endless stream needs."""
     taken = list[int]()
-    shown = shuffled((taken.append(i) or i for i in itertools.count()), 100, 0)
+    shown = shuffled((taken.append(i) or i for i in itertools.count()), 100, 0, 0, 0)
     found = [next(shown) for _ in range(1000)]
     assert len(taken) == 1099 and all(value < i + 100 for i, value in enumerate(found))
     assert found != sorted(found) and len(set(found)) == 1000

@@ -275,8 +275,7 @@ class Loader:
                     if end:
                         count_done()
                     batch, weight, bad = fetched
-                    batch = fetch.taken(batch)
-                    micro = Micro(batch, weight, refs, bad)
+                    micro = Micro(fetch.taken(batch), weight, refs, bad)
                     del fetched, batch  # so that only the consumer keeps the batch
                     yield micro
                     del micro

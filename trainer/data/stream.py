@@ -53,22 +53,22 @@ class Stream:
         if hasattr(samples, "set_epoch"):
             samples.set_epoch(epoch)
         rows = enumerate(itertools.islice(iter(samples), first, None, every))
-        for row, sample in shuffled(rows, buffer, mix(self.seed, STREAM, epoch, rank)) if buffer else rows:
+        for row, sample in shuffled(rows, buffer, self.seed, epoch, rank) if buffer else rows:
             key = mix(self.seed, SAMPLE, epoch, row * world + rank)
             with errors_at(f"sample {row} of rank {rank} in pass {epoch} of the stream"):
                 made = sample if self.transform is None else self.transform(sample, keyed(key))
             yield row, made
 
 
-def shuffled(items: Iterable[T], size: int, key: int) -> Iterator[T]:
-    """Yield items in an order that depends on the key alone. Each is drawn from the next `size` that are left."""
+def shuffled(items: Iterable[T], size: int, seed: int, epoch: int, rank: int) -> Iterator[T]:
+    """Yield items in an order that depends on the numbers alone. Each is drawn from the next `size` that are left."""
     held = list[T]()
     rest = iter(items)
     for draw in itertools.count():
         held.extend(itertools.islice(rest, size - len(held)))
         if not held:
             return
-        place = mix(key, draw) % len(held)
+        place = mix(seed, STREAM, epoch, rank, draw) % len(held)
         held[place], held[-1] = held[-1], held[place]
         yield held.pop()
 
