@@ -60,7 +60,11 @@ def begin(ready: Connection) -> None:
 
 
 def keep_memory() -> None:
-    """Let malloc keep what is freed: it would give the memory of each batch back, which the kernel clears each time."""
+    """Let malloc keep what is freed, here and in processes that are forked later.
+
+    Otherwise it gives the memory of each sample and batch back, and the kernel clears the memory of the next one. These
+    are the values that glibc itself reaches after large blocks were freed.
+    """
     with suppress(AttributeError, OSError, TypeError):  # a C library other than glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(TRIM_THRESHOLD, KEPT)
@@ -79,7 +83,6 @@ def begin_worker(ready: Connection, init: Callable[[int], object], worker: int) 
         ready.send(exhausted(error) or str(error))
         time.sleep(timeouts.FORK_S)  # until the rank kills this process
     begin(ready)
-    keep_memory()
     init(worker)
 
 
@@ -88,6 +91,7 @@ def start_workers(
 ) -> Iterator[Any]:
     """Return a DataLoader's batches once all of its workers run. Each calls `init` with its number."""
     raise_file_limit()
+    keep_memory()
 
     def start(ready: Connection) -> Any:
         nonlocal refs
