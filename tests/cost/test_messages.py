@@ -26,6 +26,7 @@ def test_what_four_ranks_send_of_a_byte(collective: str, size: float) -> None:
         ("dgc", {}, 3 * (6 * 0.116 + 116 / 16384)),
         ("sign", {}, 3 * (14.5 + 16)),
         ("powersgd", {"rank": 1}, 1.5 * 4 * (28 + 12)),
+        ("powersgd", {"rank": 1, "factors": "bf16"}, 1.5 * 2 * (28 + 12)),
         ("blocksparse", {"block": 4}, 3 * 116 / 32 + 1.5 * 464),
     ],
 )

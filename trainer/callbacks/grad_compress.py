@@ -45,6 +45,7 @@ class GradCompress(Callback):
         level: Literal["all", "inter"] = "all",
         density: Annotated[PositiveFloat, AtMost(1)] | None = None,
         rank: PositiveInt | None = None,
+        factors: Literal["fp32", "bf16"] | None = None,
         block: PositiveInt | None = None,
         rounding: Literal["stochastic", "nearest"] | None = None,
         momentum: Beta | None = None,
@@ -53,7 +54,14 @@ class GradCompress(Callback):
     ) -> None:
         self.names: dict[Tensor, str] = {}  # names of the parameters, once they are known
         self.own: Callable[[Bucket], Bucket] | None = None  # bucket -> the part that this rank encodes; None: no part
-        knobs = {"density": density, "rank": rank, "block": block, "rounding": rounding, "momentum": momentum}
+        knobs = {
+            "density": density,
+            "rank": rank,
+            "factors": factors,
+            "block": block,
+            "rounding": rounding,
+            "momentum": momentum,
+        }
         self.codec: Codec = made(codec, knobs | {"clip_norm": clip_norm, "warmup_steps": warmup_steps})
         name = name_of(self.codec)
         self.exact, self.start_step = self.codec.exact, start_step

@@ -107,6 +107,7 @@ CODEC_ROWS = {
     "sign": compressed("sign", BUCKET),
     "powersgd-1": compressed("powersgd", rank=1),
     "powersgd-4": compressed("powersgd", rank=4),
+    "powersgd-4-bf16": compressed("powersgd", rank=4, factors="bf16"),
     "blocksparse": compressed("blocksparse"),
 }
 INT8 = CODEC_ROWS["int8"]

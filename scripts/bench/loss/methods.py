@@ -43,6 +43,7 @@ METHODS = {
     "ddp": Method(Row("echelon", sends()), Row("ddp", sends())),
     **{name: Method(CODEC_ROWS[name]) for name in ("bf16", "int8", "topk", "dgc", "sign")},
     "powersgd": Method(CODEC_ROWS["powersgd-4"]),
+    "powersgd-bf16": Method(CODEC_ROWS["powersgd-4-bf16"]),
     "onebit_adam": Method(onebit_adam(), onebit_adam(warmup_steps=2), OneBitAdam().warmup_steps),
     "local_sgd": Method(meeting(8)),
     "diloco": Method(meeting(8, outer="nesterov")),

@@ -147,15 +147,19 @@ def values(size: int) -> np.ndarray:
 def test_bytes_and_the_sum_with_error_feedback():
     kinds, whole, cut = (torch.float32, torch.float64, torch.bfloat16), values(1034), values(934)
     jobs = [Job(ErrorFeedback(PowerSGD(RANK)), whole, WHOLE, kind) for kind in kinds]
-    ranks = run_ranks(WORLD, average, [*jobs, Job(ErrorFeedback(PowerSGD(RANK)), cut, CUT)])
-    for n, (x, precision) in enumerate(((whole, 1e-6), (whole, 1e-13), (whole, 1e-2), (cut, 1e-6))):
-        given = torch.tensor(x).to(kinds[n % 3]).double().numpy()
+    jobs.append(Job(ErrorFeedback(PowerSGD(RANK)), cut, CUT))
+    ranks = run_ranks(WORLD, average, [*jobs, Job(ErrorFeedback(PowerSGD(RANK, "bf16")), whole, WHOLE, kinds[1])])
+    kinds = *kinds, kinds[0], kinds[1]
+    bounds = ((whole, 1e-6), (whole, 1e-13), (whole, 1e-2), (cut, 1e-6), (whole, 1e-3))
+    for n, (x, precision) in enumerate(bounds):
+        given = torch.tensor(x).to(kinds[n]).double().numpy()
         assert np.abs(balance([rank[n] for rank in ranks], given)).max() < precision * 30 * np.abs(x).max()
         assert all(np.array_equal(rank[n].means, ranks[0][n].means) for rank in ranks)
     # The large matrix and the convolution, the vector and the small matrix.
     numbers = RANK * (30 + 20) + RANK * (4 + 100) + 20 + 14
     assert ranks[0][0].bytes == pytest.approx(2 * (WORLD - 1) / WORLD * 4 * numbers)
     assert ranks[0][3].bytes == pytest.approx(2 * (WORLD - 1) / WORLD * 4 * (500 + numbers - RANK * 50))
+    assert ranks[0][4].bytes == ranks[0][0].bytes / 2
     assert np.abs(ranks[0][0].residual[:600]).max() > 1
     np.testing.assert_allclose(ranks[0][0].means[:, 600:620], whole[:, :, 600:620].mean(0), atol=1e-6)
     np.testing.assert_allclose(ranks[0][3].means[:, :500], cut[:, :, :500].mean(0), atol=1e-6)
@@ -188,6 +192,16 @@ def test_a_resume_has_the_same_bits_whatever_the_buckets_are():
         reduce(parts[1], Bucket.of(params[1:], step))
         assert torch.equal(torch.cat(parts), expected[step])
     assert first.state_dict()["q"].keys() == {"0", "2"}
+
+
+def test_what_rounding_takes_away_stays_in_the_residual():
+    """Of the second factor and of what is not compressed; the first one is a base that both sides know."""
+    codec, matrix = PowerSGD(2, "bf16"), torch.tensor(values(600)[0, 0]).view(30, 20)
+    mean, left = once(codec, torch.empty(30, 20), matrix)
+    torch.testing.assert_close(mean + left, matrix, rtol=1e-6, atol=1e-6)
+    vector = matrix.view(-1)
+    mean, left = once(codec, torch.empty(600), vector)
+    assert torch.equal(mean, vector.bfloat16().float()) and torch.equal(mean + left, vector) and left.any()
 
 
 def test_knob():

@@ -17,6 +17,7 @@ BYTES = {
     "torch-powersgd-1": 1.5 * 4 * (28 + 12),
     "torch-local_sgd-16": 1.5 * 464 / 16,
     "powersgd-4": 1.5 * 4 * (72 + 8 + 24 + 4),
+    "powersgd-4-bf16": 1.5 * 2 * (72 + 8 + 24 + 4),
     "blocksparse": 3 * 116 / 2048 + 1.5 * 464,
     "onebit_adam": 1.5 * (14.5 + 16),
     "overlap+int8": 1.5 * (116 + 116 / 64),
